@@ -1,8 +1,8 @@
-"""What Dynamo's runtime alone costs in each order: `python benchmarks/bare.py [--tokens 8] [--rounds 12]`.
+"""Measures the cost of Dynamo's runtime alone, per order: `python -m benchmarks.bare [--tokens 8] [--rounds 12]`.
 
-The workers of this program have no engine and do nothing but what the order needs: register, take a request, call the
-other worker, pass its one answer on. No worker that uses Dynamo's request plane can be faster. Beside them, in turns:
-Dynamo's own worker and this project's, on the engine that takes no time.
+Bare workers have no engine: they register, receive a request, call the peer and forward its answer. No worker on
+Dynamo's request plane can be faster. They alternate with Dynamo's own worker and this project's, both on the recording
+engine.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ import uvloop
 from dynamo.llm import ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
 from dynamo.runtime import DistributedRuntime
 
-from trtllm_disagg.tools.bench.overhead import UPSTREAM, UPSTREAM_COMMAND, Load, config_of, started
-from trtllm_disagg.tools.bench.report import (
+from benchmarks.overhead import UPSTREAM, Load, config_of, started
+from benchmarks.report import (
     Column,
     Grid,
     Rounds,
     Section,
-    in_turn,
     print_report,
     progress,
+    rotated,
     wide_console,
 )
+from benchmarks.upstream_worker import UPSTREAM_COMMAND
 from trtllm_disagg.tools.up.run_dir import scratch_directory
 
 ORDERS = ("agg", "prefill_first", "decode_first", "router")
 BARE, OURS = "bare ", ""
-PROGRAM = str(Path(__file__).resolve())
-#: The endpoints that a frontend expects of each role.
+ROOT = Path(__file__).parents[1]
+#: Role -> component name that frontends expect.
 COMPONENTS = {"agg": "backend", "prefill": "prefill", "decode": "backend"}
 
 
@@ -73,7 +74,7 @@ class BareWorker:
         return self._answer(request, context, response_sender)
 
     async def _answer(self, request: Any, context: Any, sender: Any) -> AsyncIterator[Any]:
-        """The sender is Dynamo's cheaper way; a health probe comes without one."""
+        """`sender`: Dynamo's cheaper path for chunks; None for health probes."""
         async for chunk in self._chunks(request, context):
             if sender is None:
                 yield chunk
@@ -83,13 +84,13 @@ class BareWorker:
             sender.close()
 
     async def _chunks(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        most = (request.get("stop_conditions") or {}).get("max_tokens") or 1
+        max_tokens = (request.get("stop_conditions") or {}).get("max_tokens") or 1
         prompt = len(request["token_ids"])
-        tokens = [16 + place % 64 for place in range(most)]
+        tokens = [16 + place % 64 for place in range(max_tokens)]
         handoff = {"disaggregated_params": {"bare": 1}}
-        whole = end({"token_ids": tokens}, prompt, most)
+        answer = end({"token_ids": tokens}, prompt, max_tokens)
         if self.role == "agg":
-            yield whole
+            yield answer
         elif self.role == "prefill" and self._order == "prefill_first":
             yield {"token_ids": tokens[:1]}
             async for chunk in await self._call(request | {"prefill_result": handoff}, context):
@@ -99,11 +100,11 @@ class BareWorker:
         elif self._order == "decode_first":
             async for _ in await self._call(request, context):
                 yield {"token_ids": tokens[:1]}
-            yield end({"token_ids": tokens[1:]}, prompt, most)
+            yield end({"token_ids": tokens[1:]}, prompt, max_tokens)
         elif self._order == "router":
-            yield whole
+            yield answer
         else:
-            yield end({"token_ids": tokens[1:]}, prompt, most)
+            yield end({"token_ids": tokens[1:]}, prompt, max_tokens)
 
     async def _call(self, request: Any, context: Any) -> Any:
         (first, *_) = self._peer.instance_ids()
@@ -116,7 +117,7 @@ def end(chunk: dict[str, Any], prompt: int, tokens: int) -> dict[str, Any]:
 
 
 async def serve(arguments: list[str]) -> None:
-    """One bare worker, with the flags that `up` gives to a worker."""
+    """Run one bare worker. `arguments`: the flags that `up` passes to a worker."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for flag in ("--namespace", "--model", "--served-model-name"):
         parser.add_argument(flag)
@@ -149,7 +150,8 @@ async def serve(arguments: list[str]) -> None:
 
 async def measure(tokens: int, rounds: int) -> Rounds:
     measured, load = Rounds(), Load.of(tokens, 32)
-    command = ("env", "DYN_SYSTEM_STARTING_HEALTH_STATUS=ready", sys.executable, PROGRAM, "worker")
+    variables = ("DYN_SYSTEM_STARTING_HEALTH_STATUS=ready", f"PYTHONPATH={ROOT}")
+    command = ("env", *variables, sys.executable, "-m", "benchmarks.bare", "worker")
     scratch_args = argparse.Namespace(tokens_per_step=1, step_ms=0.0)
     untraced = ("env", "OTEL_TRACES_SAMPLER=always_off")
     with progress("bare") as say, scratch_directory("trtllm-disagg-bare-") as scratch:
@@ -165,9 +167,9 @@ async def measure(tokens: int, rounds: int) -> Rounds:
             configs[UPSTREAM + order] = replace(theirs, worker_command=UPSTREAM_COMMAND, stop_timeout=5.0)
         async with AsyncExitStack() as stack:
             subjects = [await stack.enter_async_context(started(*each)) for each in configs.items()]
-            for number in range(-1, rounds):  # the first one is for warming up
+            for number in range(-1, rounds):  # the first round warms up
                 say(f"round {number + 1} of {rounds}")
-                for subject in in_turn(subjects, max(0, number)):
+                for subject in rotated(subjects, max(0, number)):
                     _, quantities = await subject.measure(load)
                     if number >= 0:
                         measured.note(subject.name, quantities)

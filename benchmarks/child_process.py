@@ -1,7 +1,7 @@
-"""Runs one object in a child process, which waits for calls on its standard input and ends when that is closed.
+"""Runs one object in a child process, which reads calls from its standard input and exits at end of file.
 
-A call is a line of JSON with a method and its arguments, and so is its answer. This file is also the child's script:
-an interpreter from Python 3.10 on without the package can run it, so its top imports nothing of the package.
+A call is one line of JSON: a method and its arguments; the answer is one line, too. This file is also the child's
+script. Any Python from 3.10 on can run it without the package, so its top imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _is_computing(pid: int) -> bool:
 
 
 class ChildProcess:
-    """Raises EngineError, with the cause, if a call fails in the child or the child has ended."""
+    """The object in the child. A call raises EngineError, with the cause, if it fails or the child has exited."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ChildProcess:
         variables: dict[str, str],
         interpreter: str = sys.executable,
     ) -> None:
-        """`factory` (see `load`) gets the fields of `start`; `await_ready` waits until it is built."""
+        """`factory` (see `load`) is called with the fields of `start`; `await_ready` waits for its object."""
         from trtllm_disagg.engines.embedded.cpu_kernels.cpu import environment_of
 
         self._factory = factory
@@ -74,13 +74,13 @@ class ChildProcess:
         return self._answer()
 
     def await_sleep(self) -> None:
-        """Waits until the child's thread pools no longer spin, which they do for up to 0.2 s after their work."""
+        """Wait until the child's thread pools stop spinning, at most 0.2 s after their last work."""
         deadline = time.monotonic() + _SLEEP_SECONDS
         while _is_computing(self.pid) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
     def close(self, seconds: float = _END_SECONDS) -> None:
-        """Lets the child end by itself, and kills it after `seconds`."""
+        """Close the child's input, and kill the child if it has not exited after `seconds`."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -96,9 +96,9 @@ class ChildProcess:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        interrupted = kind is not None and not issubclass(kind, Exception)
+        interrupted = error_type is not None and not issubclass(error_type, Exception)
         self.close(_HURRY_SECONDS if interrupted else _END_SECONDS)
 
     def _send(self, message: Any) -> None:
@@ -138,9 +138,9 @@ def load(factory: str) -> Any:
 
 
 def serve(factory: str, calls: Iterable[bytes], answers: BinaryIO) -> None:
-    """The first line has the fields of the factory's argument, every further line is [method, arguments].
+    """Read the factory's fields from the first line, and [method, arguments] from each further one, until `calls` ends.
 
-    An exception of a method is sent as its answer. Serving ends with `calls`.
+    If a method raises, the exception is its answer.
     """
 
     def answer(value: Any = None, error: Exception | None = None) -> None:
@@ -165,14 +165,14 @@ def serve(factory: str, calls: Iterable[bytes], answers: BinaryIO) -> None:
 
 
 def main() -> None:
-    # Output that libraries print to stdout must not be taken for an answer.
+    # Libraries print to stdout; the parent would read that as an answer.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    # A benchmark that was killed reads no answers.
+    # A killed benchmark reads no answers.
     with contextlib.suppress(BrokenPipeError):
         serve(sys.argv[1], sys.stdin.buffer, answers)
     sys.stdout.flush()
-    # An orderly exit would wait seconds for thread pools and runtimes, or for ever.
+    # An orderly exit would wait for thread pools and runtimes: seconds, or for ever.
     os._exit(0)
 
 

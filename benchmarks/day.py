@@ -1,10 +1,9 @@
-"""A day of load on fixed ratios and on `up --autoscale`: `python benchmarks/day.py 2P3D 5agg auto5 --seconds 480`.
+"""A day of load on fixed ratios and on `up --autoscale`: `python -m benchmarks.day 2P3D 5agg auto5 --seconds 480`.
 
-The GPU is imagined (`modelled.measured`), everything else is real. In the morning documents are asked about (long
-prompts, short answers), in the evening people chat (short prompts, long answers), at night few do either. Printed are
-the share of requests that keep both limits, and the GPU seconds that were used for them. All layouts run side by side.
-`--files role` takes the sizes of the shipped prefill.yaml and decode.yaml, whose workers cannot flip; `flex` those of
-flex.yaml.
+Only the GPU is modelled (`modelled.measured`). In the morning clients send documents (long prompts, short answers), in
+the evening chats (short prompts, long answers), at night little. All layouts run side by side. Prints the share of
+requests that keep both limits, and GPU seconds used. `--files role` uses the sizes of the shipped prefill.yaml and
+decode.yaml (such workers cannot flip), `--files flex` those of flex.yaml.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aiohttp
 import yaml
 
+from benchmarks.http_client import BadAnswerError, Client, completion_request
 from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
 from trtllm_disagg.tools.up.plan import NO_WORKERS, DeploymentConfig
 from trtllm_disagg.tools.up.run_dir import scratch_directory
 from trtllm_disagg.tools.up.up_command import engine_configs_in
 
-#: A worker keeps the limits for some 3 documents a second, or some 2 chats.
+#: At these times a worker keeps the limits up to about 3 documents or 2 chats a second.
 STEPS = {"step_ms": 12, "prefill_token_us": 90, "decode_token_us": 900, "kv_pool_tokens": 200_000}
 ENGINE = {
     "max_seq_len": 4096,
@@ -44,13 +43,13 @@ TTFT, TPOT = 1.0, 0.030
 
 
 class Use(NamedTuple):
-    """Tokens of prompt and answer, and requests a second at its busiest and at its quietest time."""
+    """One use of the model: tokens of prompt and answer, and its requests per second over the day."""
 
     prompt: int
     answer: int
-    most: float
-    least: float
-    #: Of the day, when it is busiest.
+    max_rate: float
+    min_rate: float
+    #: Part of the day with max_rate, 0 to 1.
     peak: float
 
 
@@ -58,11 +57,11 @@ USES = (Use(3000, 60, 5.0, 0.2, 0.35), Use(300, 350, 4.5, 0.3, 0.75))
 
 
 def arrivals(use: Use, seconds: float, dice: random.Random) -> Iterator[float]:
-    """Of a Poisson process whose rate is a hill around the peak."""
+    """Seconds of arrival: a Poisson process with the highest rate at the peak."""
     at = 0.0
-    while (at := at + dice.expovariate(use.most)) < seconds:
+    while (at := at + dice.expovariate(use.max_rate)) < seconds:
         hill = math.exp(-(((at / seconds - use.peak) / 0.16) ** 2))
-        if dice.random() * use.most < use.least + (use.most - use.least) * hill:
+        if dice.random() * use.max_rate < use.min_rate + (use.max_rate - use.min_rate) * hill:
             yield at
 
 
@@ -81,33 +80,20 @@ def share_in_time(answers: Sequence[Answer]) -> float:
     return round(sum(each.is_in_time for each in answers) / max(1, len(answers)), 4)
 
 
-async def ask(http: aiohttp.ClientSession, url: str, use: Use, at: float, began: float, seed: int) -> Answer:
-    """An answer that fails takes for ever."""
+async def ask(client: Client, use: Use, at: float, began: float, seed: int) -> Answer:
+    """Send one request at its time. Returns infinite times if it fails."""
     await asyncio.sleep(began + at - time.monotonic())
     dice = random.Random(seed)
-    body = {
-        "model": "day",
-        "prompt": [dice.randrange(10, 400) for _ in range(use.prompt)],
-        "max_tokens": use.answer,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    asked, first, last = time.monotonic(), math.inf, math.inf
+    prompt = [dice.randrange(10, 400) for _ in range(use.prompt)]
     try:
-        async with http.post(f"{url}/v1/completions", json=body) as response:
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    last = time.monotonic()
-                    first = min(first, last)
-            if response.status != 200:
-                first = math.inf
-    except aiohttp.ClientError:
-        first = math.inf
-    return Answer(at, first - asked, (last - first) / (use.answer - 1) if first < math.inf else math.inf)
+        got = await client.ask(completion_request("day", prompt, use.answer) | {"ignore_eos": True}, 120)
+    except BadAnswerError:
+        return Answer(at, math.inf, math.inf)
+    return Answer(at, got.first - got.asked, (got.ended - got.first) / (use.answer - 1))
 
 
 async def gpu_seconds(deployment: Deployment, used: list[float], ratios: list[str]) -> None:
-    """Every process of a worker has a GPU, also while it starts and while it leaves. Never returns."""
+    """Note GPU seconds: a worker process has a GPU from its start to its end, also when it drains. Never returns."""
     seen_at = time.monotonic()
     while True:
         await asyncio.sleep(0.5)
@@ -120,7 +106,7 @@ async def gpu_seconds(deployment: Deployment, used: list[float], ratios: list[st
 
 
 def engine_of(role: str, files: str) -> dict[str, Any]:
-    """`files`: one for both roles, or role or flex: the shipped ones, on the same imagined GPU."""
+    """`files`: `one` config for both roles, or the shipped ones (`role`, `flex`) on the same modelled GPU."""
     if files == "one":
         return ENGINE
     content = yaml.safe_load((SHIPPED / f"{'flex' if files == 'flex' else role}.yaml").read_text())
@@ -128,7 +114,7 @@ def engine_of(role: str, files: str) -> dict[str, Any]:
 
 
 def config_of(layout: str, strategy: str, directory: Path, files: str = "one") -> DeploymentConfig:
-    """`layout`: 2P3D, 5agg, or auto5: from one worker of each role to five workers."""
+    """`layout`: 2P3D, 5agg, or auto5 (autoscaled between one worker of each role and five in all)."""
     pair, alone, auto = (re.fullmatch(p, layout) for p in (r"(\d+)P(\d+)D", r"(\d+)agg", r"auto(\d+)"))
     roles = ("agg",) if alone else ("prefill", "decode")
     engines = directory / f"{layout}-engines"
@@ -144,7 +130,7 @@ def config_of(layout: str, strategy: str, directory: Path, files: str = "one") -
         settings = {"agg_workers": int(alone[1])}
     if auto:
         slo = f"ttft={1000 * TTFT:g},tpot={1000 * TPOT:g}"
-        settings = {"autoscale": ("--slo", slo, "--most", auto[1], "--interval", "1")}
+        settings = {"autoscale": ("--slo", slo, "--max-workers", auto[1], "--interval", "1")}
     strategy = "agg" if alone else strategy
     return DeploymentConfig(
         strategy=strategy,
@@ -163,17 +149,12 @@ async def day(config: DeploymentConfig, layout: str, seconds: float, seed: int) 
     plan = [(at, use) for use in USES for at in arrivals(use, seconds, dice)]
     used: list[float] = []
     ratios: list[str] = []
-    async with running_deployment(config) as deployment:
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(120)) as http:
-            began = time.monotonic()
-            watching = asyncio.create_task(gpu_seconds(deployment, used, ratios))
-            asking = (
-                ask(http, deployment.base_url, use, at, began, seed * 1_000_003 + i)
-                for i, (at, use) in enumerate(plan)
-            )
-            answers = await asyncio.gather(*asking)
-            watching.cancel()
+    async with running_deployment(config) as deployment, Client.to(deployment.base_url) as client:
+        began = time.monotonic()
+        watching = asyncio.create_task(gpu_seconds(deployment, used, ratios))
+        asking = (ask(client, use, at, began, seed * 1_000_003 + i) for i, (at, use) in enumerate(plan))
+        answers = await asyncio.gather(*asking)
+        watching.cancel()
     return {
         "layout": layout,
         "requests": len(answers),
@@ -204,7 +185,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("layouts", nargs="+", help="2P3D, 5agg, auto5")
     parser.add_argument("--strategy", default="decode_first")
     parser.add_argument("--files", default="one", choices=("one", "role", "flex"), help="engine configs")
-    parser.add_argument("--seconds", type=float, default=480.0, help="of a day")
+    parser.add_argument("--seconds", type=float, default=480.0, help="length of the day")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(words)
 

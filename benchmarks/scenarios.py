@@ -1,9 +1,9 @@
-"""Monolithic and disaggregated serving of the same requests on the same two cores.
+"""Compares monolithic and disaggregated serving: the same requests on the same two cores.
 
     pip install -e '.[embedded]'
-    python benchmarks/scenarios.py [--scale seed 1k] [--scenario long_prompts] [--json]
+    python -m benchmarks.scenarios [--scale seed 1k] [--scenario long_prompts] [--json]
 
-Engines only: no frontend, no Dynamo. Sampling at temperature 1 with seeds, so the two must agree token by token.
+Engines only, without Dynamo. Samples at temperature 1 with seeds: both must give the same tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import itertools
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -21,24 +20,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from random_model import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
-from seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
-from servers import (
-    AS_IN_THE_POST,
-    DISAGG,
-    DISAGGREGATED,
-    MODES,
-    Bench,
-    Server,
-    start_servers,
-)
-
-from trtllm_disagg.cli import Parser
-from trtllm_disagg.config.settings import positive_up_to
-from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.model_directory import model_directory
-from trtllm_disagg.processes.exits import ExitCode
-from trtllm_disagg.tools.bench.report import (
+from benchmarks.models import NANOGPT_DIRECTORY, random_checkpoint, vocab_size
+from benchmarks.report import (
     Column,
     Figure,
     Grid,
@@ -48,20 +31,35 @@ from trtllm_disagg.tools.bench.report import (
     add_choice,
     add_number,
     add_output_arguments,
-    in_turn,
+    end_program,
+    rotated,
     run_benchmark,
     spread,
 )
+from benchmarks.seed_scenarios import SCALES, SEED_RATIOS, SEED_SCENARIOS, Scale, Scenario
+from benchmarks.servers import (
+    AS_IN_THE_POST,
+    DISAGG,
+    DISAGGREGATED,
+    MODES,
+    Bench,
+    Server,
+    start_servers,
+)
+from trtllm_disagg.common.cli import Parser
+from trtllm_disagg.common.exits import ExitCode
+from trtllm_disagg.common.model_directory import model_directory
+from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tools.flag_types import positive_up_to
 
 if TYPE_CHECKING:
-    from servers import Answer
-
+    from benchmarks.servers import Answer
     from trtllm_disagg.engines.embedded import SamplingParams
 
 
 @dataclass(slots=True)
 class Trace:
-    """The tokens of one request and when they came, in seconds from the beginning of the run."""
+    """The tokens of one request and their times, in seconds since the start of the run."""
 
     arrived: float
     tokens: list[int] = field(default_factory=list)
@@ -69,7 +67,7 @@ class Trace:
 
 
 def measures_of(traces: Sequence[Trace]) -> dict[str, float]:
-    """The quantities of _COLUMNS, in their units, for one repetition of a mode."""
+    """The quantities of _COLUMNS, in their units, of one repetition of a mode."""
     import numpy as np
 
     wall = max(trace.times[-1] for trace in traces)
@@ -87,7 +85,7 @@ def measures_of(traces: Sequence[Trace]) -> dict[str, float]:
 
 
 async def drive(answer: Answer, scenario: Scenario, prompts: Sequence[list[int]]) -> list[Trace]:
-    """Sends each request at its time, whether or not earlier ones have ended."""
+    """Send each request at its time, also while earlier ones run."""
     started = time.perf_counter()
 
     async def one(number: int, prompt: list[int]) -> Trace:
@@ -102,7 +100,7 @@ async def drive(answer: Answer, scenario: Scenario, prompts: Sequence[list[int]]
 
 
 def mismatched_tokens(expected: Sequence[Trace], actual: Sequence[Trace]) -> int:
-    """Positions at which two runs of the same requests differ; a missing token differs."""
+    """Number of positions at which two runs of the same requests differ. A missing token counts."""
     return sum(
         a != b
         for one, other in zip(expected, actual, strict=True)
@@ -150,23 +148,23 @@ def add_arguments(parser: Parser) -> None:
         choices=SCALES,
         nargs="+",
         default=["seed"],
-        help="prompts as in the article, or up to 1k or 4k tokens, which takes minutes (default: seed)",
+        help="longest prompts: the post's, 1k or 4k tokens, which take minutes (default: seed)",
     )
     add_choice(parser, "--scenario", [scenario.name for scenario in SEED_SCENARIOS], "workloads")
-    add_choice(parser, "--mode", MODES, "ways to serve them")
+    add_choice(parser, "--mode", MODES, "engines to compare")
     help = "of each workload, all modes by turns"
     add_number(parser, "--repetitions", 5, help, type=positive_up_to(10_000))
     parser.add_argument(
         "--transport",
         choices=("NIXL", "SHARED_MEMORY"),
         default="NIXL",
-        help="of KV between the two engines (default: %(default)s)",
+        help="how KV moves between two engines (default: %(default)s)",
     )
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The measurements of one scenario by mode, and how many tokens differ between modes."""
+    """The measurements of one scenario by mode, and the number of tokens that differ between modes."""
 
     scale: str
     scenario: Scenario
@@ -175,7 +173,7 @@ class Outcome:
     compared: int = 0
 
     def compare(self, traces: Mapping[str, Sequence[Trace]]) -> None:
-        """Compares the tokens of every mode with those of the first one."""
+        """Compare the tokens of each mode with those of the first mode."""
         first, *others = traces.values()
         for other in others:
             self.mismatches += mismatched_tokens(first, other)
@@ -187,19 +185,19 @@ class Outcome:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Each disaggregated mode with each monolithic one."""
+        """Pairs of a disaggregated and a monolithic mode."""
         modes = self.measured.subjects
         disaggregated = [mode for mode in modes if mode in DISAGGREGATED]
         return [(mode, other) for other in modes if other not in DISAGGREGATED for mode in disaggregated]
 
     def ratio(self, mode: str, against: str, column: str) -> float:
-        """The median of the ratios of each repetition."""
+        """Median over repetitions of the ratio."""
         return self.measured.ratio(column, mode, against)
 
 
 def main(arguments: Sequence[str] | None = None) -> ExitCode:
-    """Exit status 1 when a token differs between two modes, else 0. Raises ConfigError."""
-    parser = Parser(description=__doc__.partition("\n")[0])
+    """Measure and report. Exit status 1 if a token differs between two modes. Raises ConfigError."""
+    parser = Parser(prog="python -m benchmarks.scenarios", description=__doc__.partition("\n")[0])
     add_arguments(parser)
     args = parser.parse_args(arguments)
 
@@ -212,15 +210,15 @@ def main(arguments: Sequence[str] | None = None) -> ExitCode:
 
 
 def two_cores() -> tuple[int, int]:
-    """The first two cores of this process. Raises ConfigError if it has only one."""
+    """This process's first two cores. Raises ConfigError if it has only one."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        raise ConfigError("bench: prefill and decode need a core each, and this process may use only one")
+        raise ConfigError("prefill and decode need a core each, and this process may use only one")
     return cores[0], cores[1]
 
 
 def measure(scale: Scale, model: Path, args: argparse.Namespace, say: Say) -> list[Outcome]:
-    """Measures the chosen scenarios. Scenarios of one batch size share their engines."""
+    """Measure the chosen scenarios. Scenarios with the same batch size share engines."""
     wanted = [scenario for scenario in scale.scenarios if scenario.name in args.scenario]
     outcomes: dict[str, Outcome] = {}
     by_batch = sorted(wanted, key=lambda scenario: -scenario.max_batch_size)
@@ -239,7 +237,7 @@ def measure(scale: Scale, model: Path, args: argparse.Namespace, say: Say) -> li
 def _repeat(
     scale: Scale, scenario: Scenario, servers: dict[str, Server], vocabulary: int, repetitions: int, say: Say
 ) -> Outcome:
-    """Measures all modes in turn, each time beginning with another one."""
+    """Measure all modes in each repetition, starting with another one each time."""
     outcome = Outcome(scale.name, scenario)
     say(f"{scale.name} {scenario.name}: warming up")
     warm_up = scenario.warm_up
@@ -252,7 +250,7 @@ def _repeat(
     for repetition in range(repetitions):
         prompts = scenario.prompts(repetition, vocabulary)
         traces: dict[str, list[Trace]] = {}
-        for mode in in_turn(list(servers), repetition):
+        for mode in rotated(list(servers), repetition):
             say(f"{scale.name} {scenario.name}: {mode}, repetition {repetition + 1} of {repetitions}")
             traces[mode] = asyncio.run(drive(servers[mode].answer, scenario, prompts))
             outcome.measured.note(mode, measures_of(traces[mode]))
@@ -277,8 +275,8 @@ def report_of(outcomes: Sequence[Outcome]) -> list[Section]:
 
 
 def _section_of(scale: str, outcomes: Sequence[Outcome]) -> Section:
-    chunk, whole = SCALES[scale].chunk, SCALES[scale].whole_prompt
-    title = f"Scale {scale}: chunks of {chunk} prompt tokens a step, or {whole} where no prompt is cut"
+    chunk, uncut = SCALES[scale].chunk, SCALES[scale].whole_prompt
+    title = f"Scale {scale}: {chunk} prompt tokens per step, or {uncut} for uncut prompts"
     rows = {(o.scenario.name, mode): _cells(o, mode) for o in outcomes for mode in o.measured.subjects}
     grids = [
         Grid(
@@ -313,7 +311,7 @@ def _cells(outcome: Outcome, mode: str) -> dict[str, float]:
 
 
 def _ratio_rows(outcome: Outcome) -> dict[tuple[str, str, str], dict[str, float]]:
-    """The ratios of the article, which has two modes, come first."""
+    """Ratios; the post's come first."""
     name, post = outcome.scenario.name, SEED_RATIOS[outcome.scenario.name]
     return {(name, "the post's", DISAGG): post} | {
         (name, against, mode): {column.name: outcome.ratio(mode, against, column.name) for column in _RATIOS}
@@ -322,7 +320,7 @@ def _ratio_rows(outcome: Outcome) -> dict[tuple[str, str, str], dict[str, float]
 
 
 def _best(outcome: Outcome) -> list[Figure]:
-    """The better disaggregated mode beside the post's baseline. The targets are the post's own ratios, at any size."""
+    """The better disaggregated mode / the post's baseline. Targets are the post's ratios, at every scale."""
     modes = [mode for mode, other in outcome.pairs if other == AS_IN_THE_POST]
     better = {"throughput": (max, ">="), "ttft": (min, "<=")} if modes else {}
     post = SEED_RATIOS[outcome.scenario.name]
@@ -338,9 +336,4 @@ def _best(outcome: Outcome) -> list[Figure]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(ExitCode.INTERRUPTED)
+    end_program(main)

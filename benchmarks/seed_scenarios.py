@@ -1,17 +1,17 @@
-"""The six workloads of the article "NanoGPT: Disaggregated Prefill and Decode", its results, and larger versions."""
+"""The six workloads of the post "NanoGPT: Disaggregated Prefill and Decode", its results, and larger scales."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
 
-#: Tokens of an engine's prefill tile. With a smaller budget, prompts would make no progress beside decode rows.
+#: Tokens of a prefill tile, the minimum per step: with fewer, prompts could not progress beside decode rows.
 TILE = 32
 #: The post's monolithic scheduler had 16 tokens a step for prompts of up to 40.
 _CHUNK_SHARE = 16 / 40
-#: A step with fewer prompt tokens than this reads every weight for too little work.
+#: With fewer prompt tokens in a step, reading the weights costs more than the work.
 _LEAST_PREFILL = 2 * TILE
-#: The smallest chunk in which a token costs about what it does in a whole prompt; 32 or 64 a step cost a fifth more.
+#: Smallest chunk that costs about the same per token as an uncut prompt; chunks of 32 or 64 cost a fifth more.
 _LEAST_EFFICIENT_CHUNK = 3 * TILE
 _LONGEST_PROMPT = 40
 
@@ -23,7 +23,7 @@ class Scenario:
     prompt_tokens: int
     output_tokens: int
     max_batch_size: int = 4
-    #: Milliseconds between two arrivals; 0 means all at once.
+    #: Milliseconds between arrivals; 0: all together.
     gap: float = 0.0
 
     @property
@@ -34,7 +34,7 @@ class Scenario:
 
     @property
     def warm_up(self) -> Scenario:
-        """A short version, to connect the engines and to size every buffer."""
+        """A short version, which connects the engines and makes their buffers grow."""
         return replace(self, num_requests=min(2, self.num_requests), output_tokens=2)
 
     def prompts(self, repetition: int, vocab_size: int) -> list[list[int]]:
@@ -46,7 +46,7 @@ class Scenario:
         ]
 
 
-#: The post does not say what it generates under batch_pressure (8 follows from its 721 tok/s), nor its gap.
+#: The post omits the output tokens of batch_pressure (8 follows from its 721 tok/s), and the gap.
 SEED_SCENARIOS = (
     Scenario("smoke", 4, 16, 8),
     Scenario("staggered_arrivals", 8, 24, 10, gap=10.0),
@@ -57,7 +57,7 @@ SEED_SCENARIOS = (
 )
 
 
-#: The post's results, disaggregated / monolithic. Higher is better for throughput, lower for the others.
+#: The post's disaggregated / monolithic. Higher is better for throughput, lower for the others.
 SEED_RATIOS: dict[str, dict[str, float]] = {
     "smoke": {"throughput": 0.60, "ttft": 0.89, "latency": 0.96},
     "staggered_arrivals": {"throughput": 1.42, "ttft": 0.47, "latency": 0.57},
@@ -70,7 +70,7 @@ SEED_RATIOS: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A factor on the article's prompts and gaps, and one on its answers."""
+    """Two factors: for the post's prompts and gaps, and for its answers."""
 
     name: str
     longest_prompt: int
@@ -95,22 +95,22 @@ class Scale:
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens of a KV pool with room for all requests of a scenario at once, so that no engine waits for blocks."""
+        """Tokens of a KV pool for all requests of a scenario together, so no engine waits for blocks."""
         return max(s.num_requests * (s.prompt_tokens + s.output_tokens + TILE) for s in self.scenarios)
 
     @property
     def chunk(self) -> int:
-        """Prompt tokens of a step in the article's proportion, in whole tiles."""
+        """Prompt tokens per step, in the post's proportion, rounded to tiles."""
         return max(TILE, round(self.longest_prompt * _CHUNK_SHARE) // TILE * TILE)
 
     @property
     def local_chunk(self) -> int:
-        """Prompt tokens of a step of a decode engine: the fewest that are efficient."""
+        """Prompt tokens per step of a decode engine: the smallest efficient number."""
         return min(_LEAST_EFFICIENT_CHUNK, self.whole_prompt)
 
     @property
     def whole_prompt(self) -> int:
-        """Prompt tokens of a step that suffice for any whole prompt."""
+        """Prompt tokens per step that leave every prompt uncut."""
         return max(_LEAST_PREFILL, self.longest_prompt)
 
 

@@ -1,4 +1,4 @@
-"""Serves the same requests with one engine, or with a prefill and a decode engine, on the same two cores."""
+"""Servers to compare: one engine, or a prefill and a decode engine, on the same two cores."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from seed_scenarios import TILE, Scale
+from benchmarks.seed_scenarios import TILE, Scale
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded import LLM, SamplingParams
 
-    #: Yields an answer's tokens as they come, each exactly once.
+    #: Yields an answer's tokens as the engine makes them, each once.
     Answer = Callable[[list[int], SamplingParams], AsyncIterator[list[int]]]
 
 
@@ -27,28 +27,28 @@ class Place(Enum):
 
 
 class Occupancy:
-    """The load of both engines as far as it matters to the next prompt, and the queue of waiting prompts."""
+    """Decides on which engine a prompt starts: knows both engines' load and the waiting prompts."""
 
     def __init__(self, budgets: dict[Place, int], max_batch_size: int) -> None:
-        """`budgets`: prompt tokens that each engine computes in one step; the batch is the decode engine's."""
+        """`budgets`: prompt tokens per step of each engine. `max_batch_size`: of the decode engine."""
         self._budgets, self._max_batch_size = budgets, max_batch_size
-        #: Prompt tokens that each engine has got and not yet computed.
+        #: Prompt tokens that each engine has yet to compute.
         self.unfinished = dict.fromkeys(Place, 0)
-        #: Requests of the decode engine, with its own prompts and KV that it has yet to pull.
+        #: Requests of the decode engine, including its own prompts and those with KV still to pull.
         self.rows = 0
         self._waiting: deque[tuple[int, asyncio.Future[Place]]] = deque()
 
     async def place(self, num_tokens: int) -> Place:
-        """Waits until an engine has room, first come first served, and starts the prompt there."""
-        turn: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        self._waiting.append((num_tokens, turn))
+        """Wait for an engine with room, first come first served, and start the prompt there."""
+        admitted: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_tokens, admitted))
         self._advance()
-        return await turn
+        return await admitted
 
     def place_for(self, num_tokens: int) -> Place | None:
-        """None while both are busy. The prefill engine is preferred: there the prompt delays no running answer.
+        """The engine for a prompt; None while both are busy. Prefers prefill: there a prompt delays no running answer.
 
-        Without a free row, the prompt would block the decode engine's queue, and with it KV that comes from prefill.
+        Decode needs a free row, else the prompt would block its queue for requests that prefill hands over.
         """
         if self._has_room(Place.PREFILL, num_tokens):
             return Place.PREFILL
@@ -61,7 +61,7 @@ class Occupancy:
         self.rows += place is Place.DECODE
 
     def first_token(self, place: Place, num_tokens: int) -> None:
-        """The prompt is computed; a request at the prefill engine now moves to the decode engine."""
+        """Note that a prompt is computed. A request on the prefill engine moves to decode now."""
         self.unfinished[place] -= num_tokens
         self.rows += place is Place.PREFILL
         self._advance()
@@ -71,19 +71,19 @@ class Occupancy:
         self._advance()
 
     def _has_room(self, place: Place, num_tokens: int) -> bool:
-        """Whether the engine has no other prompt, or all its prompts fit into one step with this one."""
+        """Whether the engine has no prompt, or can compute its prompts and this one in one step."""
         unfinished = self.unfinished[place]
         return not unfinished or unfinished + num_tokens <= self._budgets[place]
 
     def _advance(self) -> None:
         while self._waiting:
-            num_tokens, turn = self._waiting[0]
+            num_tokens, admitted = self._waiting[0]
             place = self.place_for(num_tokens)
             if place is None:
                 return
             self._waiting.popleft()
             self.start(place, num_tokens)
-            turn.set_result(place)
+            admitted.set_result(place)
 
 
 AS_IN_THE_POST = "mono-post"
@@ -102,7 +102,7 @@ class Server:
 
 
 def monolithic(llm: LLM) -> Server:
-    """One engine: prefill chunks and decode rows share a forward pass."""
+    """One engine, with prefill chunks and decode rows in the same forward pass."""
 
     async def answer(prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
         result = llm.generate_async(prompt, sampling, streaming=True)
@@ -113,7 +113,7 @@ def monolithic(llm: LLM) -> Server:
 
 
 def disaggregated(prefill: LLM, decode: LLM) -> Server:
-    """Two engines. Prefill gives the first token before any KV has moved; decode continues."""
+    """Two engines. Prefill yields the first token before any KV moves; decode continues."""
     from trtllm_disagg.engines.embedded import DisaggregatedParams
 
     async def answer(prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
@@ -138,7 +138,7 @@ def disaggregated(prefill: LLM, decode: LLM) -> Server:
 
 
 def conditional(prefill: LLM, decode: LLM, occupancy: Occupancy) -> Server:
-    """As `disaggregated`, but decode computes a prompt itself, in chunks beside its rows, when prefill is busy."""
+    """Like `disaggregated`, but when prefill is busy, decode computes a prompt itself, in chunks beside its rows."""
     servers = {Place.PREFILL: disaggregated(prefill, decode), Place.DECODE: monolithic(decode)}
 
     async def answer(prompt: list[int], sampling: SamplingParams) -> AsyncIterator[list[int]]:
@@ -156,7 +156,7 @@ def conditional(prefill: LLM, decode: LLM, occupancy: Occupancy) -> Server:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The settings that all servers of one comparison share."""
+    """Settings shared by all servers of one comparison."""
 
     model: Path
     scale: Scale
@@ -165,8 +165,8 @@ class Bench:
     cores: tuple[int, int]
 
     def engine(self, budget: int, threads: int, **more: Any) -> LLM:
-        """An engine that may use both cores. It has no prefix cache, so every prompt is computed."""
-        # Imported here because `--help` needs no engine.
+        """An engine without prefix cache, so it computes every prompt. May use both cores."""
+        # Imported here, since `--help` needs no engine.
         from trtllm_disagg.engines.embedded import LLM
 
         return LLM(
@@ -183,7 +183,7 @@ class Bench:
         )
 
     def monolithic(self, chunk: int, threads: int) -> Server:
-        """The budget has a token for every decode row and `chunk` tokens for prompts."""
+        """One engine with a step budget of `chunk` prompt tokens and a token per decode row."""
         return monolithic(self.engine(chunk + self.max_batch_size, threads))
 
     def disaggregated(self) -> Server:
@@ -195,7 +195,7 @@ class Bench:
         return conditional(*pair, Occupancy(budgets, self.max_batch_size))
 
     def _pair(self, decode_budget: int) -> tuple[LLM, LLM]:
-        """A prefill and a decode engine of one thread each."""
+        """A prefill and a decode engine, one thread each."""
         transfer = {"cache_transceiver_config": {"backend": self.transport}}
         with ThreadPoolExecutor(2) as pool:
             prefill = pool.submit(self.engine, self.scale.whole_prompt, 1, **transfer)
@@ -218,11 +218,11 @@ MODES = {
         lambda bench: bench.monolithic(bench.scale.chunk, 2),
     ),
     "mono-2t-whole": Mode(
-        "the same, but no prompt is ever cut", lambda bench: bench.monolithic(bench.scale.whole_prompt, 2)
+        "the same with uncut prompts", lambda bench: bench.monolithic(bench.scale.whole_prompt, 2)
     ),
     "mono-1t": Mode("one engine, one thread, chunks", lambda bench: bench.monolithic(bench.scale.chunk, 1)),
     DISAGG: Mode(
-        "a prefill and a decode engine, one thread each, whole prompts, KV moved between them",
+        "a prefill and a decode engine, one thread each, uncut prompts, KV moved between them",
         Bench.disaggregated,
     ),
     CONDITIONAL: Mode(
@@ -235,7 +235,7 @@ DISAGGREGATED = (DISAGG, CONDITIONAL)
 
 
 def start_servers(bench: Bench, modes: Sequence[str], stack: ExitStack) -> dict[str, Server]:
-    """Starts a server for each mode; `stack` closes them."""
+    """Start a server per mode; `stack` closes them."""
     servers: dict[str, Server] = {}
     for mode in modes:
         servers[mode] = MODES[mode].start(bench)

@@ -1,11 +1,11 @@
-"""How fast one prompt's KV moves from one embedded engine's pool into another's.
+"""Measures how fast a prompt's KV moves between the pools of two embedded engines.
 
     pip install -e '.[embedded]'
-    python benchmarks/transfer.py [--transport NIXL] [--shape 8b-bf16] [--device cuda]
+    python -m benchmarks.transfer [--transport NIXL] [--shape 8b-bf16] [--device cuda]
 
-Two processes with the engine's own KvSender and KvReceiver; blocks are read straight into place. The same rounds also
-measure memcpy of as many bytes inside one process, and the bare system call that NIXL's `cma` uses; with
-`--device cuda`, copies inside one GPU. A ratio is the median of the rounds' own ratios. Every byte is checked.
+Two processes use the engine's own KvSender and KvReceiver, which reads blocks in place. The same rounds also measure
+memcpy of the same number of bytes inside one process, and the bare system call of NIXL's `cma`; with `--device cuda`,
+copies inside one GPU. A ratio is the median of the rounds' ratios. Every byte is checked.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.report import describe_machine, paired_ratios, spread
 from trtllm_disagg.engines.embedded.kv_transfer import transports
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, common_runs
-from trtllm_disagg.engines.embedded.kv_transfer.peers import Peers
+from trtllm_disagg.engines.embedded.kv_transfer.connections import PeerConnections
 from trtllm_disagg.engines.embedded.kv_transfer.pull import KvReceiver, KvSender, Pull
 from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import huge_page_tensor
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.tools.bench.report import describe_machine, paired_ratios, spread
 from trtllm_disagg.wire.kv_handle import decode_handle
 
 CONTIGUOUS, SCATTERED = "contiguous", "scattered"
 PATTERNS = (CONTIGUOUS, SCATTERED)
 MEMCPY, ONE_BLOCK, NO_BLOCK = "memcpy", "pull of 1 block", "pull of 0 blocks"
-#: The least percent of memcpy, and of process_vm_readv; the second one only for NIXL, which is built on that call.
+#: Minimum percent of memcpy, and of process_vm_readv (only for NIXL, which is built on that call).
 OF_MEMCPY, OF_READV = {CONTIGUOUS: 85.0, SCATTERED: 65.0}, {CONTIGUOUS: 95.0, SCATTERED: 95.0}
 MEMCPY_OF = {pattern: f"memcpy of the blocks {pattern}" for pattern in PATTERNS}
 READV_OF = {pattern: f"process_vm_readv {pattern}" for pattern in PATTERNS}
-#: IOV_MAX: the most ranges of one call.
+#: IOV_MAX: maximum ranges per call.
 _MAX_RANGES = 1024
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.process_vm_readv.restype = ctypes.c_ssize_t
 _LEASE_SECONDS, _PULL_SECONDS, _END_SECONDS = 600.0, 120.0, 10.0
-#: Knuth's multiplicative hash: neighbouring words of the fill differ in every byte.
+#: Knuth's multiplicative hash, so that neighbouring words differ in every byte.
 _FILL_FACTOR = np.uint32(2654435761)
 
 
 @dataclass(frozen=True)
 class KvShape:
-    """One prompt's KV in `prompt_blocks`, and pools with twice as many."""
+    """One prompt's KV in `prompt_blocks` blocks, and pools with twice that number."""
 
     name: str
     layers: int
@@ -74,7 +74,7 @@ class KvShape:
 
     @property
     def block_bytes(self) -> int:
-        """K and V of one block in all layers."""
+        """Bytes of one block: K and V of all layers."""
         token = 2 * self.layers * self.kv_heads * self.head_dim * getattr(torch, self.dtype).itemsize
         return int(self.tokens_per_block * token)
 
@@ -83,7 +83,7 @@ class KvShape:
         return self.prompt_blocks * self.block_bytes
 
     def blocks(self, pattern: str, seed: int) -> list[int]:
-        """CONTIGUOUS: one run. SCATTERED: no two neighbours in a row, the worst case of an allocator."""
+        """Block ids. CONTIGUOUS: one run. SCATTERED: no neighbours in a row, an allocator's worst case."""
         if pattern == CONTIGUOUS:
             start = self.prompt_blocks // 2
             return list(range(start, start + self.prompt_blocks))
@@ -91,7 +91,7 @@ class KvShape:
         return [int(i) for i in np.random.default_rng(seed).permutation(ids)]
 
     def ranges(self, remote: list[int], local: list[int]) -> np.ndarray:
-        """(n, 3) int64 rows (remote offset, local offset, bytes) in the pools, neighbours on both sides merged."""
+        """(n, 3) int64: remote offset, local offset, bytes. Merges blocks that are neighbours in both pools."""
         pairs = np.asarray(sorted(zip(remote, local, strict=True)), np.int64)
         runs = [(*pairs[start], length) for start, length in common_runs(pairs[:, 0], pairs[:, 1])]
         return np.asarray(runs, np.int64) * self.block_bytes
@@ -107,13 +107,13 @@ SHAPES = {
 
 
 def fill(pool: torch.Tensor) -> None:
-    """Fills a pool with words that encode their own position."""
+    """Fill a pool with words that encode their position."""
     flat = pool.view(torch.uint8).view(-1)
     flat.copy_(torch.from_numpy(filled_bytes(0, len(flat))))
 
 
 def filled_bytes(offset: int, count: int) -> np.ndarray:
-    """The bytes that `fill` writes at `offset`. Both arguments are multiples of four."""
+    """The bytes that `fill` writes at `offset`. Arguments must be multiples of four."""
     words = np.arange(offset // 4, (offset + count) // 4, dtype=np.uint32) * _FILL_FACTOR
     return words.view(np.uint8)
 
@@ -131,7 +131,7 @@ class End:
 
 
 def serve_sender(calls: Connection, backend: str, shape: KvShape, device: str) -> None:
-    """In a process of its own: sends the address of its filled pool, then a handle for each list of blocks."""
+    """The sender's process: sends the address of its filled pool, then a handle for each list of blocks."""
     torch.set_num_threads(1)
     end = End(backend, shape, device)
     fill(end.pool)
@@ -150,7 +150,7 @@ def serve_sender(calls: Connection, backend: str, shape: KvShape, device: str) -
 
 
 class Receiver(End):
-    """The receiving pool in this process and its KvReceiver."""
+    """The receiving pool and its KvReceiver, in this process."""
 
     def __init__(self, calls: Connection, backend: str, shape: KvShape, device: str) -> None:
         super().__init__(backend, shape, device)
@@ -158,16 +158,16 @@ class Receiver(End):
         self.transport.serve("bench-receiver")
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
         timeouts = KvTimeouts(transfer=_PULL_SECONDS)
-        self._peers = Peers(self.transport, self.layout, timeouts=timeouts, on_change=lambda: None)
+        self._peers = PeerConnections(self.transport, self.layout, timeouts=timeouts, on_change=lambda: None)
         self._receiver = KvReceiver(self._peers, on_finished=lambda: self._woken.put(None))
 
     def pull(self, remote: Sequence[int], local: Sequence[int]) -> float:
-        """Seconds from the engine's request for the blocks to its wake-up; the lease itself is not part of it."""
+        """Seconds from the engine's request for the blocks to its wake-up, without the lease."""
         self._calls.send(list(remote))
         handle = decode_handle(self._calls.recv())
         started = time.perf_counter()
         self._receiver.start(Pull(handle=handle, remote=list(remote), local=list(local)))
-        # The pull ends by itself after its timeout, with the reason.
+        # A pull ends after its timeout, with the reason.
         self._woken.get(timeout=2 * _PULL_SECONDS)
         seconds = time.perf_counter() - started
         (pull,) = self._receiver.take_finished()
@@ -181,7 +181,7 @@ class Receiver(End):
         pool = self.pool.view(torch.uint8).cpu().numpy().reshape(self.shape.pool_blocks, -1)
         for there, here in zip(remote, local, strict=True):
             if not np.array_equal(pool[here], filled_bytes(there * size, size)):
-                raise KvTransferError(f"block {there} did not arrive whole in {here}")
+                raise KvTransferError(f"block {there} did not arrive completely in {here}")
 
     def close(self) -> None:
         self._peers.close()
@@ -190,7 +190,7 @@ class Receiver(End):
 
 @contextmanager
 def connected(backend: str, shape: KvShape, device: str = "cpu") -> Iterator[tuple[int, int, Receiver]]:
-    """The sender's pid, the address of its pool, and a receiver. Raises KvTransferError if the sender cannot start."""
+    """Yield the sender's pid, its pool's address and a receiver. Raises KvTransferError if the sender cannot start."""
     spawn = multiprocessing.get_context("spawn")
     calls, theirs = spawn.Pipe()
     sender = spawn.Process(target=serve_sender, args=(theirs, backend, shape, device), daemon=True)
@@ -212,8 +212,8 @@ def connected(backend: str, shape: KvShape, device: str = "cpu") -> Iterator[tup
 
 
 def copying(pools: Sequence[Any], ranges: np.ndarray) -> Callable[[], None]:
-    """Copies the blocks of a pull of these `ranges` (see KvShape.ranges) from one pool of (blocks, bytes) to the other,
-    as no transport can beat: by numpy, which is memcpy, or by the GPU's driver.
+    """A copy of `ranges` (see KvShape.ranges) between two pools of (blocks, bytes), by memcpy (numpy) or the GPU's
+    driver: no transport can be faster.
     """
     source, target = pools
     runs = [tuple(run) for run in (ranges // source.shape[1]).tolist()]
@@ -235,17 +235,17 @@ def copy_pools(shape: KvShape, device: str) -> list[Any]:
 
 
 def reading(pid: int, remote_base: int, local_base: int, ranges: np.ndarray) -> Callable[[], None]:
-    """Reads the ranges that a pull moves directly from the memory of process `pid`."""
+    """A direct read of a pull's ranges from the memory of process `pid`."""
     bases, sizes = (local_base, remote_base), ranges[:, 2]
-    # struct iovec[]: an address and a size each.
-    sides = [
-        np.stack((ranges[:, side] + base, sizes), 1).astype(np.uint64)
-        for side, base in zip((1, 0), bases, strict=True)
+    # struct iovec[]: pairs of address and size.
+    ends = [
+        np.stack((ranges[:, end] + base, sizes), 1).astype(np.uint64)
+        for end, base in zip((1, 0), bases, strict=True)
     ]
 
     def read() -> None:
         for start in range(0, len(sizes), _MAX_RANGES):
-            parts = [side[start : start + _MAX_RANGES] for side in sides]
+            parts = [end[start : start + _MAX_RANGES] for end in ends]
             pairs = [(part.ctypes.data_as(ctypes.c_void_p), ctypes.c_ulong(len(part))) for part in parts]
             wanted = int(parts[0][:, 1].sum())
             moved = _libc.process_vm_readv(pid, *itertools.chain(*pairs), ctypes.c_ulong(0))
@@ -260,17 +260,17 @@ def reading(pid: int, remote_base: int, local_base: int, ranges: np.ndarray) -> 
 # -- the measurement
 
 
-#: By what was timed, seconds; values at the same index are of the same round.
+#: What was timed -> seconds, one value per round.
 Times = dict[str, list[float]]
 
 
 def percent(times: Times, name: str, yardstick: str = MEMCPY) -> float:
-    """Of the yardstick's rate."""
+    """Percent of the yardstick's rate."""
     return 100 * median(paired_ratios(times[yardstick], times[name]))
 
 
 def verdicts(times: Times, backend: str) -> Iterator[tuple[str, float, float]]:
-    """(what, percent, target) for each target."""
+    """Yield (name, percent, target) for each target."""
     for pattern in PATTERNS:
         yield f"{pattern} share of memcpy", percent(times, pattern), OF_MEMCPY[pattern]
         if backend == "NIXL" and READV_OF[pattern] in times:
@@ -279,7 +279,7 @@ def verdicts(times: Times, backend: str) -> Iterator[tuple[str, float, float]]:
 
 
 def time_pulls(backend: str, shape: KvShape, device: str, rounds: int) -> Times:
-    """Times everything once in each round, in random order, and checks the bytes at the end."""
+    """Time everything once per round, in random order; check all bytes at the end."""
     order = random.Random(0)
     with connected(backend, shape, device) as (pid, pool_address, receiver):
         remote = {pattern: shape.blocks(pattern, seed=1) for pattern in PATTERNS}
@@ -301,9 +301,9 @@ def time_pulls(backend: str, shape: KvShape, device: str, rounds: int) -> Times:
             for name in order.sample(sorted(timed), len(timed)):
                 started = time.perf_counter()
                 of_pull = timed[name]()
-                taken = of_pull if isinstance(of_pull, float) else time.perf_counter() - started
+                duration = of_pull if isinstance(of_pull, float) else time.perf_counter() - started
                 if number >= 0:
-                    times[name].append(taken)
+                    times[name].append(duration)
         for pattern in PATTERNS:
             receiver.pool.zero_()
             receiver.pull(remote[pattern], local[pattern])
@@ -315,11 +315,11 @@ def show(times: Times, backend: str, shape: KvShape, device: str) -> None:
     size = f"{shape.prompt_bytes / 2**20:.0f} MiB in blocks of {shape.block_bytes >> 10} KiB"
     print(f"{shape.name} over {backend}, {device}: {size}")
     for name, seconds in times.items():
-        told = f"{1000 * median(seconds):.2f} ms"
+        shown = f"{1000 * median(seconds):.2f} ms"
         if name not in (ONE_BLOCK, NO_BLOCK):
             rate = shape.prompt_bytes / (1 << 30) / median(seconds)
-            told = f"{rate:6.2f} GiB/s, {percent(times, name):3.0f} % of memcpy"
-        print(f"  {name:32}{told}, spread {spread(seconds) / 2:.0%}")
+            shown = f"{rate:6.2f} GiB/s, {percent(times, name):3.0f} % of memcpy"
+        print(f"  {name:32}{shown}, spread {spread(seconds) / 2:.0%}")
     for what, share, target in verdicts(times, backend):
         print(f"  {what}: {share:.0f} %, target {target:g} %: {'met' if share >= target else 'MISSED'}")
 
@@ -327,11 +327,11 @@ def show(times: Times, backend: str, shape: KvShape, device: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add, every = parser.add_argument, list(transports.TRANSPORTS)
-    add("--rounds", type=int, default=15, metavar="N", help="repetitions, each in another order")
+    add("--rounds", type=int, default=15, metavar="N", help="rounds, each in another order")
     add("--transport", choices=every, nargs="+", default=every, help="how KV moves (default: all)")
-    add("--shape", choices=SHAPES, nargs="+", default=list(SHAPES), help="KV of a model (default: all)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="of both pools; cuda: on one GPU")
-    add("--json", metavar="FILE", help="write every round's seconds")
+    add("--shape", choices=SHAPES, nargs="+", default=list(SHAPES), help="models with such KV (default: all)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="device of both pools; cuda: one GPU")
+    add("--json", metavar="FILE", help="write each round's seconds as JSON")
     args = parser.parse_args(arguments)
     backends = [name for name in args.transport if args.device in transports.TRANSPORTS[name].devices]
     if not backends:

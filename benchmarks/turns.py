@@ -1,23 +1,19 @@
-"""Time to the first token of turns 2 to 8 of conversations in prefill_first, with the KV of answers pulled back from
-the decode worker and computed again: `python benchmarks/turns.py --answers 16 64 200 --conversations 7`.
+"""Compares TTFT of turns 2 to 8 in prefill_first when prefill pulls an answer's KV back and when it computes that KV:
+`python -m benchmarks.turns --answers 16 64 200 --conversations 7`.
 
-Two deployments of the demo model on embedded engines behind Dynamo's frontends run side by side, one conversation at a
-time, first on one and then on the other.
+Two deployments of the demo model on embedded engines behind Dynamo's frontends run side by side. Each conversation runs
+on one, then on the other.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
-import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import aiohttp
-
+from benchmarks.http_client import Client, completion_request
 from trtllm_disagg.tools.up.lifecycle import running_deployment
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 from trtllm_disagg.tools.up.run_dir import scratch_directory
@@ -41,20 +37,16 @@ def config(directory: Path, min_tokens: int) -> DeploymentConfig:
     )
 
 
-async def first_tokens(http: aiohttp.ClientSession, url: str, answer: int, seed: int) -> list[float]:
-    """In milliseconds, of each turn but the first."""
-    dice, seconds = random.Random(seed), []
+async def first_tokens(client: Client, answer: int, seed: int) -> list[float]:
+    """Milliseconds to the first token of each turn but the first."""
+    dice, seconds = random.Random(seed), list[float]()
     prompt = [dice.randrange(10, 400) for _ in range(FIRST)]
     for _ in range(TURNS):
-        body: dict[str, Any] = {"model": MODEL.name, "prompt": prompt, "max_tokens": answer, "stream": True}
-        body |= {"ignore_eos": True, "nvext": {"extra_fields": ["completion_token_ids"]}}
-        asked, tokens = time.perf_counter(), list[int]()
-        async with http.post(f"{url}/v1/completions", json=body) as response:
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    if not tokens:
-                        seconds.append(time.perf_counter() - asked)
-                    tokens += (json.loads(line[6:]).get("nvext") or {}).get("completion_token_ids") or []
+        more = {"ignore_eos": True, "nvext": {"extra_fields": ["completion_token_ids"]}}
+        got = await client.ask(completion_request(MODEL.name, prompt, answer) | more)
+        seconds.append(got.first - got.asked)
+        extra = (event.get("nvext") or {} for event in got.events())
+        tokens = [token for each in extra for token in each.get("completion_token_ids") or ()]
         prompt = [*prompt, *tokens, *(dice.randrange(10, 400) for _ in range(NEW))]
     return [1000 * each for each in seconds[1:]]
 
@@ -63,12 +55,13 @@ async def main(args: argparse.Namespace, directory: Path) -> None:
     async with (
         running_deployment(config(directory, 1)) as pulls,
         running_deployment(config(directory, 0)) as computes,
-        aiohttp.ClientSession() as http,
+        Client.to(pulls.base_url) as pulling,
+        Client.to(computes.base_url) as computing,
     ):
         for answer in args.answers:
             pairs = []
             for seed in range(args.conversations):
-                both = [await first_tokens(http, each.base_url, answer, seed) for each in (pulls, computes)]
+                both = [await first_tokens(each, answer, seed) for each in (pulling, computing)]
                 pairs.append([median(each) for each in both])
             pulled, computed = (median(each) for each in zip(*pairs[1:], strict=True))
             ratio = median(a / b for a, b in pairs[1:])
@@ -80,7 +73,7 @@ async def main(args: argparse.Namespace, directory: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--answers", type=int, nargs="+", default=[16, 64, 200], help="tokens")
-    parser.add_argument("--conversations", type=int, default=7, help="the first one warms up")
+    parser.add_argument("--answers", type=int, nargs="+", default=[16, 64, 200], help="tokens per answer")
+    parser.add_argument("--conversations", type=int, default=7, help="number; the first one warms up")
     with scratch_directory("turns-") as scratch:
         asyncio.run(main(parser.parse_args(), scratch.path))

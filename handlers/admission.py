@@ -1,5 +1,5 @@
 """Admission control: refuses a request, before any engine works on it, when too many requests wait on this worker, or
-when it runs too many alone in place of the other stage.
+when this worker already answers too many alone.
 
 A request waits from its arrival to its first chunk: requests in prefill count, requests in decode do not.
 """
@@ -23,13 +23,13 @@ _LOG_SECONDS = 10.0
 
 @dataclass(slots=True)
 class RequestCount:
-    """The number of requests that are counted now, and of their tokens."""
+    """Counts requests and their tokens."""
 
     requests: int = 0
     tokens: int = 0
 
     def enter(self, tokens: int) -> Callable[[], None]:
-        """Count a request with so many tokens, until the result is called."""
+        """Count a request of `tokens` tokens until the result is called."""
         self._add(1, tokens)
         return partial(self._add, -1, -tokens)
 
@@ -38,14 +38,14 @@ class RequestCount:
         self.tokens += tokens
 
 
-def most_tokens(request: GenerateRequest) -> int:
+def max_total_tokens(request: GenerateRequest) -> int:
     """The tokens of the prompt and `max_tokens`, which frontends fill in; without it only the prompt counts."""
-    return len(request.token_ids) + (request.stop.max_tokens or 0)
+    return request.num_prompt + (request.stop.max_tokens or 0)
 
 
 @dataclass(slots=True)
 class Queued(RequestCount):
-    """The requests that wait now, with the tokens of their prompts, and the number of refused ones since the start."""
+    """The waiting requests, the tokens of their prompts, and the number of requests refused since the start."""
 
     num_refused: int = 0
 
@@ -59,11 +59,13 @@ class Admission:
         self._clock = clock
         self._quiet_until = clock()
 
-    def enter(self, tokens: int) -> Callable[[], None]:
-        """Count a waiting request with so many prompt tokens, until the result is called. Raises OverloadedError. When
-        no other request waits, the prompt may be of any length.
+    def enter(self, request: GenerateRequest) -> Callable[[], None]:
+        """Count a waiting request and its prompt's tokens until the result is called. Raises OverloadedError. A lone
+        request may have any length. A further choice was admitted with the first.
         """
-        limits, queued = self._thresholds.value, self._queued
+        limits, queued, tokens = self._thresholds.value, self._queued, request.num_prompt
+        if request.is_further_choice:
+            return queued.enter(0)
         if 0 < limits["max_queued_requests"] <= queued.requests:
             self._refuse(f"--max-queued-requests {limits['max_queued_requests']}")
         if queued.requests and 0 < limits["max_queued_tokens"] < queued.tokens + tokens:
@@ -84,9 +86,7 @@ class Admission:
 
 
 class FallbackBudget:
-    """What this worker can run besides its own work: when all workers of one role are lost, their work must not
-    overload those of the other role.
-    """
+    """Limits the requests that this worker answers alone, so that a role whose peers are all lost is not overloaded."""
 
     def __init__(self, thresholds: Live[Thresholds]) -> None:
         self._thresholds = thresholds
@@ -94,15 +94,15 @@ class FallbackBudget:
 
     def enter(self, request: GenerateRequest) -> Callable[[], None]:
         """Count a request until the result is called. Raises OverloadedError beyond `--max-local-fallbacks` and
-        `--max-local-fallback-tokens`; when no other one runs, a request may be of any length.
+        `--max-local-fallback-tokens`. A lone request may have any length.
         """
         limits, running = self._thresholds.value, self._running
         now = f"{running.requests} requests of up to {running.tokens} tokens"
         if 0 < limits["max_local_fallbacks"] <= running.requests:
             raise _overloaded(f"{now} (--max-local-fallbacks {limits['max_local_fallbacks']})")
-        most, tokens = limits["max_local_fallback_tokens"], most_tokens(request)
-        if running.requests and 0 < most < running.tokens + tokens:
-            raise _overloaded(f"{now} (--max-local-fallback-tokens {most})")
+        max_tokens, tokens = limits["max_local_fallback_tokens"], max_total_tokens(request)
+        if running.requests and 0 < max_tokens < running.tokens + tokens:
+            raise _overloaded(f"{now} (--max-local-fallback-tokens {max_tokens})")
         return running.enter(tokens)
 
 

@@ -1,69 +1,89 @@
-"""A worker's answer to a request, from its arrival to its end. Everything that happens to it is called from here."""
+"""Answers a request, from its arrival to its end. All that happens to it is called from here."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
 
 from trtllm_disagg.errors import DisaggError, PeerUnavailableError
 from trtllm_disagg.handlers.attempts import Plan
+from trtllm_disagg.handlers.choices import FrontendContext, answer_each
 from trtllm_disagg.handlers.delivered import Delivered, Replays, resumed
+from trtllm_disagg.handlers.multi_turn import NextTurns
 from trtllm_disagg.handlers.pair_facts import PairFacts
 from trtllm_disagg.handlers.recall import Recalls
 from trtllm_disagg.handlers.run import Run, RunCounts
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.wire.migration_link import MigrationLink
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweringWorker:
-    """What one worker answers requests with. Call it with a request: `answer`."""
+    """What a worker needs to answer requests; calling it runs `answer`."""
 
     plan: Plan
     replays: Replays
-    #: Dynamo's migration link is ours: a migrated request goes on where its client is.
+    #: When a frontend resends a request after a worker's death, continue behind the tokens that the client has.
     resumes: bool
-    limits: PairFacts
+    facts: PairFacts
     counts: RunCounts
-    #: Gets notices of other workers; None: this worker has no use for any.
+    #: Receives other workers' notices; None: this worker needs none.
     notices: Recalls | None = None
+    #: Raises InvalidRequestError for impossible choices. None: one answer serves all choices.
+    require_choices: Callable[[GenerateRequest], None] | None = None
+    next_turns: NextTurns = field(default_factory=NextTurns)
 
     def __call__(self, request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         return answer(self, request, context)
 
     def running(self, request: GenerateRequest, context: RequestContext) -> Run:
         tokens: list[int] = []
-        link: dict[str, str] | None = None
-        # With several choices it is unknown which choice's tokens the client has.
-        if self.resumes and request.phase_request is None and request.num_choices == 1:
-            request, tokens, own_link = resumed(request, self.replays)
-            link = own_link.encode()
-        delivered = Delivered(tokens, self.replays, self.limits)
-        return Run(request, context, self.plan, delivered, self.counts, link)
+        #: Length of the prompt and seed, for the worker that resumes this request if this one dies.
+        link: MigrationLink | None = None
+        # Of several choices, the frontend does not say whose tokens the client has.
+        is_only_choice = request.choice is None and request.num_choices == 1
+        if self.resumes and request.phase_request is None and is_only_choice:
+            request, tokens, link = resumed(request, self.replays)
+        delivered = Delivered(tokens, self.replays, self.facts)
+        return Run(request, context, self.plan, delivered, self.counts, self.next_turns, link)
 
 
 async def answer(
     worker: AnsweringWorker, request: GenerateRequest, context: RequestContext
 ) -> AsyncGenerator[TokenChunk, None]:
-    """One attempt after the other, until the client has its answer. When one fails, also behind a hundred tokens, the
-    next one makes the tokens that the client lacks. Raises the DisaggError of the last one when none is left.
+    """Run one attempt after the other until the client has its answer. If one fails, even mid-stream, the next
+    generates only the missing tokens. Raises the last attempt's DisaggError when none is left.
     """
+    # If decode dies after 100 tokens in prefill_first, `RemoteDecode` raises, and the next attempt prefills prompt and
+    # tokens, or replays the tokens (`delivered.py`). In decode_first this process has died: the frontend sends request
+    # and tokens to another decode worker, where `running` resumes it.
     if request.phase_request is not None and request.phase_request.is_notice:
-        # Not refused by admission, and no request to a log, a counter or a drain.
+        # Notices bypass admission, logging, counters and the drain.
         if worker.notices is None:
-            raise PeerUnavailableError(f"this worker takes no notice {request.phase_request.kind}")
+            raise PeerUnavailableError(f"this worker accepts no notice {request.phase_request.phase}")
         worker.notices.receive(request.phase_request)
         return
+    if request.phase_request is None and worker.require_choices is not None and request.num_choices > 1:
+        worker.require_choices(request)
+        each = answer_each(partial(answer, worker), request, cast(FrontendContext, context))
+        async with aclosing(each) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        return
     with worker.running(request, context) as run:
-        while not run.has_nothing_left:
+        while not run.has_nothing_left:  # except the finish reason
+            # First the same order again, then this worker alone, then a peer (`services._routes`); then it raises.
             attempt = await run.next_attempt()
             try:
-                async with aclosing(run.begin(attempt)) as chunks:
+                async with aclosing(attempt.chunks(run.begin(attempt), context)) as chunks:
                     async for chunk in chunks:
-                        if (new := run.delivered.new(chunk)) is not None:
+                        if (new := run.delivered.new(chunk)) is not None:  # without what the client has
                             yield run.saw(new)
                             run.goes_on()
                 return

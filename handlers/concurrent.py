@@ -1,4 +1,4 @@
-"""The composition for schedule style generation_first: both phases run at once, and decode makes the whole answer."""
+"""Composes the phases under generation_first: both run at once, and decode generates the whole answer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,10 @@ from trtllm_disagg.handlers.cancellation import AbortGuard
 from trtllm_disagg.handlers.chain import KV_NOT_ARRIVED, kv_lost
 from trtllm_disagg.handlers.local import finished, only_chunk
 from trtllm_disagg.handlers.peers import PREFILL, Call, Peers, dispatch_span, select_instance
-from trtllm_disagg.types import (
-    DecodePhase,
-    GenerateRequest,
-    Handoff,
-    Rendezvous,
-    RequestContext,
-    TokenChunk,
-)
+from trtllm_disagg.types import DecodePhase, GenerateRequest, Handoff, Rendezvous, RequestContext, TokenChunk
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
 
-#: Runs the prefill to its end. Raises a DisaggError.
+#: Runs the prefill. Raises a DisaggError.
 Push = Callable[[GenerateRequest, RequestContext], Awaitable[object]]
 
 
@@ -41,19 +34,19 @@ class Opened(NamedTuple):
     push: Push
     #: The instance that prefills; None: this worker.
     sender: int | None = None
-    #: Called when its KV did not arrive.
+    #: Called when the KV did not arrive.
     on_lost: Callable[[], None] = lambda: None
 
 
-#: Returns where decode finds the prefill engine, and the push that will run there while decode waits for it.
+#: Returns where decode meets the prefill engine, and the push that runs there meanwhile.
 Open = Callable[[GenerateRequest], Awaitable[Opened]]
 
 
 class LocalPush:
-    """context_only on this worker's engine. The client gets all tokens, the first one too, from decode."""
+    """Runs context_only on this worker's engine. The client gets all tokens from decode, the first too."""
 
     def __init__(self, engine: Engine, protocol: HandoffProtocol = DYNAMO) -> None:
-        """Raises ConfigError for an engine that no decode engine can reach."""
+        """Raises ConfigError if decode engines cannot reach this engine."""
         self._engine = engine
         self._protocol = protocol
         if not engine.ctx_info_endpoint:
@@ -70,7 +63,7 @@ class LocalPush:
     async def __call__(
         self, request: GenerateRequest, context: RequestContext
     ) -> AsyncGenerator[TokenChunk, None]:
-        """For a decode worker that waits for the KV."""
+        """Prefill for a decode worker that waits for the KV."""
         yield await self.push(request, context)
 
     async def push(self, request: GenerateRequest, context: RequestContext) -> TokenChunk:
@@ -80,21 +73,21 @@ class LocalPush:
             await finished(self._engine, result, AbortGuard(self._engine, result, context))
             if context.is_stopped():
                 raise RequestCancelledError("the client left during prefill")
-            abandoned = KvTransferError("the engine has abandoned the prefill")
+            abandoned = KvTransferError("the engine abandoned the prefill")
             return only_chunk(self._engine, request, result, abandoned)
 
 
 class RemotePush:
-    """context_only on a prefill worker, which pushes into this worker's engine."""
+    """Runs context_only on a prefill worker, which pushes the KV to this worker's engine."""
 
     def __init__(self, peers: Peers, engine: Engine, protocol: HandoffProtocol = DYNAMO) -> None:
-        """`engine` is this worker's: it makes the ids of rendezvous."""
+        """This worker's `engine` makes the rendezvous ids."""
         self._peers = peers
         self._protocol = protocol
         self._engine = engine
 
     async def open_rendezvous(self, request: GenerateRequest) -> Opened:
-        # Refused here, before either phase is dispatched.
+        # Refuse before either phase is dispatched.
         self._engine.require_fit(request, computes_prompt=False)
         call = await select_instance(self._peers, request, "prefill_instance")
         with call:
@@ -115,8 +108,8 @@ class RemotePush:
 class Concurrent:
     """prefill_first: Concurrent(local push, remote decode); decode_first: Concurrent(remote push, local decode).
 
-    Decode allocates blocks and prefill writes into them. Both phases are dispatched here, at once; when one fails
-    the other is cancelled.
+    Dispatches both phases at once: decode allocates blocks and prefill writes into them. If one fails, the other is
+    cancelled.
     """
 
     def __init__(self, open_rendezvous: Open, decode: DecodePhase) -> None:
@@ -131,7 +124,7 @@ class Concurrent:
         request = request.with_rendezvous(opened.rendezvous)
         pushing = asyncio.ensure_future(opened.push(request, context))
         try:
-            # The engines transfer the KV among themselves: nothing is to be released here.
+            # The engines transfer the KV themselves: there is nothing to release here.
             async with aclosing(self._decode(request, context, Handoff.not_ours())) as chunks:
                 first = await _first_chunk(chunks, pushing)
                 if first is None:
@@ -149,7 +142,7 @@ class Concurrent:
 async def _first_chunk(
     chunks: AsyncGenerator[TokenChunk, None], pushing: asyncio.Future[Any]
 ) -> TokenChunk | None:
-    """Decode's first chunk; None when decode ends without one. Raises the error of a push that fails before it."""
+    """Decode's first chunk; None if decode ends without one. Raises the error of a push that fails first."""
     first = asyncio.ensure_future(anext(chunks, None))
     try:
         await asyncio.wait({first, pushing}, return_when=asyncio.FIRST_COMPLETED)

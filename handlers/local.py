@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 import msgspec
 
@@ -25,31 +26,20 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers.cancellation import AbortGuard, in_background
-from trtllm_disagg.handlers.outputs import (
-    ChoicesCursor,
-    Notify,
-    OutputCursor,
-    at_once,
-    newest_states,
-    record_engine,
-)
+from trtllm_disagg.handlers.cancellation import AbortGuard
+from trtllm_disagg.handlers.drain import in_background
+from trtllm_disagg.handlers.outputs import FewTicksLater, Notify, OutputCursor, newest_states
 from trtllm_disagg.handlers.peers import Peers
-from trtllm_disagg.handlers.trace import record_cache_hit, record_transfer
-from trtllm_disagg.types import (
-    GenerateRequest,
-    Handoff,
-    PrefillResult,
-    RequestContext,
-    TokenChunk,
-)
+from trtllm_disagg.handlers.trace import record_decode, record_prefill
+from trtllm_disagg.types import GenerateRequest, Handoff, PrefillResult, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import encode_disaggregated_params, names_a_sender
+from trtllm_disagg.wire.images import as_prefilled, encode_prompt
 
 log = logging.getLogger(__name__)
 
 
 class LocalPrefill:
-    """context_only: the prompt's KV, and the first token."""
+    """Runs context_only: the prompt's KV and the first token."""
 
     def __init__(
         self,
@@ -59,9 +49,9 @@ class LocalPrefill:
         seconds: float | None = None,
         sees_callers_max_tokens: bool = True,
     ) -> None:
-        """`drain` has a decode worker fetch an unused handoff, for an engine that cannot release one.
-        After `seconds` a prefill is aborted, with StageTimeoutError.
-        `sees_callers_max_tokens` is false behind Dynamo's router, which calls prefill with max_tokens 1 in any case.
+        """`drain` lets a decode worker fetch an unused handoff that the engine cannot release. A prefill that takes
+        longer than `seconds` is aborted with StageTimeoutError. `sees_callers_max_tokens`: false behind Dynamo's
+        router, which always calls prefill with max_tokens 1.
         """
         self._engine = engine
         self._drain = None if RELEASES_HANDOFFS in engine.capabilities else drain
@@ -69,7 +59,7 @@ class LocalPrefill:
         self._sees_callers_max_tokens = sees_callers_max_tokens
 
     async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        with request.span.child("prefill") as span:
+        with request.span.child("prefill") as span, self._engine.prefilling(request.num_prompt):
             request = request.within(span)
             if self._seconds is None:
                 return await self._run(request, context)
@@ -77,32 +67,37 @@ class LocalPrefill:
                 async with asyncio.timeout(self._seconds):
                     return await self._run(request, context)
             except TimeoutError:
-                raise StageTimeoutError(f"the prefill was not done within {self._seconds:g} s") from None
+                raise StageTimeoutError(f"the prefill did not finish within {self._seconds:g} s") from None
 
     async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         if self._first_token_is_the_answer(request):
             return await self._whole(request, context)
-        result = self._engine.start_prefill(request)
-        guard = AbortGuard(self._engine, result, context)
+        result = await self._engine.started(self._engine.start_prefill, request)
+        guard = self._guard(request, context, result)
+        guard.then = partial(self._release_unanswered, request, result, guard)
         try:
             await finished(self._engine, result, guard)
             if context.is_stopped():
                 raise RequestCancelledError("the client left during prefill")
         except BaseException:
-            # It finished while the cancellation was on its way: its KV is held and must be released.
+            # It finished before the cancellation arrived: its KV is held and must be released.
             if result.finished:
-                self._release_unanswered(request, result, guard)
+                guard.then()
             raise
         return self._handoff(request, context, result)
 
+    def _guard(self, request: GenerateRequest, context: RequestContext, result: RequestOutput) -> AbortGuard:
+        deferred = self._engine.needs_uncached_prompt(request)
+        return AbortGuard(self._engine, result, context, deferred=deferred)
+
     def _first_token_is_the_answer(self, request: GenerateRequest) -> bool:
-        """No decode will follow, so no KV has to be held for one."""
+        """No decode follows, so no KV has to be held."""
         is_the_only_one = self._sees_callers_max_tokens and request.stop.max_tokens == 1
         return is_the_only_one and not request.decode_follows
 
     async def _whole(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        result = self._engine.start_agg(request, streaming=False)
-        await finished(self._engine, result, AbortGuard(self._engine, result, context))
+        result = await self._engine.started(partial(self._engine.start_agg, streaming=False), request)
+        await finished(self._engine, result, self._guard(request, context, result))
         if context.is_stopped():
             raise RequestCancelledError("the client left during prefill")
         chunk = self._first(request, result)
@@ -121,7 +116,7 @@ class LocalPrefill:
                 if self._drain is None:
                     self._engine.abort(result)
                 return Handoff(chunk, None)
-            passed = self._result(chunk, result)
+            passed = self._result(request, chunk, result)
         except BaseException:
             self._engine.abort(result)
             raise
@@ -133,14 +128,18 @@ class LocalPrefill:
             of_prompt=chunk.of_prompt,
         )
 
-    def _result(self, chunk: TokenChunk, result: RequestOutput) -> PrefillResult:
+    def _result(self, request: GenerateRequest, chunk: TokenChunk, result: RequestOutput) -> PrefillResult:
         params = result.outputs[0].disaggregated_params
         encoded = encode_disaggregated_params(params) if params is not None else {}
         if not names_a_sender(encoded):
             raise EngineError("the engine finished the prefill without disaggregated_params")
-        # TensorRT-LLM returns its id only under this name, and its decode may read the other one.
+        if not encoded.get("first_gen_tokens"):  # only TensorRT-LLM's C++ code sets it
+            encoded["first_gen_tokens"] = list(chunk.token_ids)
+        # TensorRT-LLM returns its id under this name only, but its decode may read the other one.
         if (context_id := encoded.get("ctx_request_id")) is not None:
             encoded.setdefault("disagg_request_id", context_id)
+        if request.images is not None:
+            encoded |= encode_prompt(result.prompt_token_ids, result.prompt)
         usage = chunk.completion_usage
         return PrefillResult(encoded, usage.prompt_tokens_details if usage is not None else None)
 
@@ -155,17 +154,17 @@ class LocalPrefill:
                 self._drain(fetching)
 
     def _release_unanswered(self, request: GenerateRequest, result: RequestOutput, guard: AbortGuard) -> None:
-        """Release the KV of a prefill that has finished without an answer to its caller."""
+        """Release the KV of a finished prefill that never answered its caller."""
         if self._drain is None:
             guard.abort()
             return
         with contextlib.suppress(DisaggError):  # the prefill left no KV
-            passed = self._result(self._first(request, result), result)
+            passed = self._result(request, self._first(request, result), result)
             self._drain(request.only_fetching(Handoff(TokenChunk([]), passed)))
 
 
 async def finished(engine: Engine, result: RequestOutput, guard: AbortGuard) -> None:
-    """Wait until the engine has finished a request; `guard` aborts it when its client leaves."""
+    """Wait until the engine has finished a request; `guard` aborts it if the client leaves."""
     with guard:
         await engine.finished(result, guard.failed)
 
@@ -173,40 +172,39 @@ async def finished(engine: Engine, result: RequestOutput, guard: AbortGuard) -> 
 def only_chunk(
     engine: Engine, request: GenerateRequest, result: RequestOutput, otherwise: DisaggError
 ) -> TokenChunk:
-    """The one chunk of a finished prefill. Raises `otherwise` when there is none."""
-    chunks = OutputCursor(len(request.token_ids)).advance(result)
+    """The only chunk of a finished prefill. Raises `otherwise` if there is none."""
+    chunks = OutputCursor(request.num_prompt).advance(result)
     if not chunks or chunks[0].finish_reason == "cancelled":
         raise otherwise
-    record_cache_hit(request, result)
-    record_engine(engine, request, result)
+    record_prefill(engine, request, result)
     return chunks[0]
 
 
-#: context_only ends with one of these after its one token; they say nothing about the end of the answer.
+#: context_only ends with one of these after its only token; they do not end the answer.
 _ENDS_OF_EVERY_PREFILL = ("length", "not_finished", None)
 
 
 class LocalDecode:
-    """generation_only: fetches the KV and generates from the first token on."""
+    """Runs generation_only: fetches the KV and generates from the first token on."""
 
     def __init__(
         self,
         engine: Engine,
         *,
         repeats_first_token: bool,
-        notify: Notify = at_once,
+        notify: Notify | None = None,
         first_token_seconds: float | None = None,
         prefill_workers: Peers | None = None,
         max_batch_size: float = math.inf,
     ) -> None:
-        """`repeats_first_token`: the client gets prefill's token from here; the engine's answer starts with it.
-        `notify`: as for `newest_states`. After `first_token_seconds`, KV transfer included, without a token the decode
-        ends with StageTimeoutError. `prefill_workers`: blamed for KV that does not arrive. A request beyond
-        `max_batch_size` waits in the engine's queue.
+        """`repeats_first_token`: the engine's answer starts with prefill's token, and the client gets it from here.
+        `notify`: as for `newest_states`. A decode without a token for `first_token_seconds`, KV transfer included, ends
+        with StageTimeoutError. `prefill_workers`: blamed for missing KV. Requests beyond `max_batch_size` wait in the
+        engine's queue.
         """
         self._engine = engine
         self._skip = 0 if repeats_first_token else 1
-        self._notify = notify
+        self._notify = notify or FewTicksLater()
         self._first_token_seconds = first_token_seconds
         self._prefill_workers = prefill_workers
         self._max_batch_size = max_batch_size
@@ -214,16 +212,16 @@ class LocalDecode:
     async def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
-        """`handoff` None: the worker that has sent it releases it."""
+        """`handoff` None: its sender releases it."""
         handoff = handoff or Handoff.not_ours()
         engine, began = self._engine, time.monotonic()
         has_begun, waits = False, engine.answering.count >= self._max_batch_size
         with request.span.child("decode") as span:
-            request = request.within(span)
+            request = as_prefilled(request.within(span), takes_images=engine.images is not None)
             result = engine.start_decode(request)
             handoff.decode_has_it()
             cursor = self._cursor(request)
-            # With a rendezvous the KV may never come, so an abort must not wait for the first output.
+            # With a rendezvous the KV may never come, so an abort must not wait for an output.
             guard = AbortGuard(engine, result, context, deferred=request.rendezvous is None)
             try:
                 with engine.answering, guard:
@@ -234,16 +232,16 @@ class LocalDecode:
                         self._kv_arrived(handoff)
                         for chunk in first:
                             if chunk.finish_reason is not None:
-                                self._record_end(request, result)
+                                record_decode(engine, request, result)
                             yield chunk
                         async for state in states:
                             for chunk in cursor.advance(state):
                                 if chunk.finish_reason is not None:
-                                    self._record_end(request, result)
+                                    record_decode(engine, request, result)
                                 yield chunk
             except (KvTransferError, HandoffRefusedError) as error:
-                if not has_begun and not context.is_stopped():  # otherwise its sender may have released it
-                    # The lease is older than this decode, by the time of a handoff: half of it is enough.
+                if not has_begun and not context.is_stopped():  # else its sender may have released it
+                    # The lease began before this decode: half of it is enough.
                     lasted = time.monotonic() - began > engine.handoffs.lease_seconds / 2
                     self._kv_was_lost(handoff, request, error, waited=waits and lasted)
                 raise
@@ -252,11 +250,11 @@ class LocalDecode:
         prefill = request.prefill_result
         details = prefill.prompt_tokens_details if prefill is not None else None
         return OutputCursor(
-            len(request.token_ids),
+            request.num_prompt,
             skip=self._skip,
             cached_tokens=details.cached_tokens if details is not None else None,
             was_fetched=True,
-            most_tokens=self._engine.facts.room(request),
+            max_new_tokens=self._engine.facts.room(request),
         )
 
     async def _first_chunks(
@@ -268,72 +266,67 @@ class LocalDecode:
                     if chunks := cursor.advance(state):
                         return chunks
         except TimeoutError:
-            raise StageTimeoutError(f"decode gave no token within {self._first_token_seconds:g} s") from None
+            raise StageTimeoutError(
+                f"decode generated no token within {self._first_token_seconds:g} s"
+            ) from None
         return ()
 
-    def _record_end(self, request: GenerateRequest, result: RequestOutput) -> None:
-        record_transfer(request.trace, result)
-        record_engine(self._engine, request, result)
-
     def _kv_arrived(self, handoff: Handoff) -> None:
-        if self._prefill_workers is not None and handoff.sender:  # neither unknown nor QUEUE_ID
+        if self._prefill_workers is not None and handoff.sender is not None:
             self._prefill_workers.kv_arrived(handoff.sender)
 
     def _kv_was_lost(
         self, handoff: Handoff, request: GenerateRequest, error: DisaggError, *, waited: bool
     ) -> None:
-        """Raises OverloadedError for a request that had to wait here: its lease ended meanwhile, and its sender did
-        nothing wrong.
-        """
+        """Blame the sender. Raises OverloadedError instead if the lease ended while the request waited here."""
         if waited and isinstance(error, KvTransferError):
             raise OverloadedError(f"the batch had no room before the lease ended: {error}") from error
-        if self._prefill_workers is not None and handoff.sender:
+        if self._prefill_workers is not None and handoff.sender is not None:
             self._prefill_workers.kv_was_lost(handoff.sender, request, error)
 
     def drain(self, request: GenerateRequest) -> None:
-        """Fetch and drop an unused handoff, which frees its sender's blocks: a decode of one token, in the background.
-        It works on every engine; a release message would not. `request`: as `only_fetching` makes it.
+        """Fetch and drop an unused handoff to free its sender's blocks: a decode of one token, in the background.
+        Unlike a release message, it works on every engine. `request`: from `only_fetching`.
         """
-        if not self._engine.handoffs.may_be_drained(request):
-            return
+        if self._engine.handoffs.may_be_drained(request):
+            in_background(self._drain(request), "drain of an unused handoff")
 
-        async def fetch() -> None:
-            try:
-                with request.span.child("drain"):
-                    await self._engine.start_decode(request).aresult()
-            except (self._engine.request_error, DisaggError) as error:
-                # Best effort: the lease ends by itself.
-                log.info("an unused handoff waits for the end of its lease: %s", error)
+    async def _drain(self, request: GenerateRequest) -> None:
+        try:
+            await fetch(self._engine, request)
+        except DisaggError as error:
+            # Best effort: the lease ends anyway.
+            log.info("an unused handoff waits for the end of its lease: %s", error)
 
-        in_background(fetch(), "drain of an unused handoff")
+
+async def fetch(engine: Engine, request: GenerateRequest) -> None:
+    """Fetch a handoff's KV and drop the token. Raises a DisaggError. `request`: from `only_fetching`."""
+    with request.span.child("drain"):
+        request = as_prefilled(request, takes_images=engine.images is not None)
+        await engine.finished(engine.start_decode(request))
 
 
 class LocalAgg:
-    """context_and_generation: the whole answer on this worker."""
+    """Runs context_and_generation: the whole answer on this worker."""
 
-    def __init__(self, engine: Engine, notify: Notify = at_once) -> None:
-        """`notify`: as for `newest_states`."""
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._notify = notify
+        self._notify = FewTicksLater()
 
     async def __call__(
         self, request: GenerateRequest, context: RequestContext
     ) -> AsyncGenerator[TokenChunk, None]:
-        engine, num_prompt, choices_left = self._engine, len(request.token_ids), request.num_choices
-        cursor: OutputCursor | ChoicesCursor = OutputCursor(num_prompt)
-        if choices_left > 1:
-            cursor = ChoicesCursor(num_prompt, choices_left, engine.facts.room(request))
+        engine = self._engine
         with request.span.child("generate") as span:
-            request = request.within(span)
-            result = engine.start_agg(request)
-            with engine.answering, AbortGuard(engine, result, context) as guard:
+            request = engine.uncached(request.within(span))
+            result = await engine.started(engine.start_agg, request)
+            cursor = OutputCursor(request.num_prompt)
+            deferred = engine.needs_uncached_prompt(request)
+            with engine.answering, AbortGuard(engine, result, context, deferred=deferred) as guard:
                 states = newest_states(result, guard.may_abort, engine.cancel_at_death, self._notify)
                 async with EngineErrors(engine, guard.failed), aclosing(states):
                     async for state in states:
                         for chunk in cursor.advance(state):
                             if chunk.finish_reason is not None:
-                                choices_left -= 1
-                                if choices_left == 0:
-                                    record_cache_hit(request, result)
-                                    record_engine(engine, request, result)
+                                record_prefill(engine, request, result)
                             yield chunk

@@ -1,124 +1,128 @@
-"""The next turn of a conversation in prefill_first. The KV of an answer is at the decode worker that generated it, and
-the next turn's prefill pulls it from there. Whatever fails here, the prefill computes it.
+"""Pulls an answer's KV from decode to prefill for a conversation's next turn (prefill_first). The decode worker runs
+context_only of prompt and answer, which it has cached; the prefill worker fetches that handoff with generation_only of
+one token, and its cache keeps the blocks. If the pull fails, the next prefill computes the answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
-from typing import NamedTuple
 
 import msgspec
 
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import DisaggError
-from trtllm_disagg.handlers.cancellation import AbortGuard
-from trtllm_disagg.handlers.decide import packed_blocks
-from trtllm_disagg.handlers.local import finished
+from trtllm_disagg.handlers.cached_prefix import CachedPrefixes
+from trtllm_disagg.handlers.drain import in_background
+from trtllm_disagg.handlers.local import fetch
 from trtllm_disagg.handlers.peers import Peers
-from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk
-from trtllm_disagg.wire.bodies import decode_chunk, encode_disaggregated_params, encode_request
+from trtllm_disagg.handlers.recall import Recalls
+from trtllm_disagg.handlers.remote import RemotePrefill
+from trtllm_disagg.types import GenerateRequest, Handoff, PrefillPhase, RequestContext, TokenChunk
 
 log = logging.getLogger(__name__)
 
-#: A decode worker answers between two steps of its engine.
-_SECONDS = 1.0
-_CACHED = PhaseRequest("cached")
+#: Seconds that a next turn waits for a running pull.
+_WAIT_SECONDS = 1.0
+#: Pulls at once; the next prefill computes the other answers.
+_MAX_PULLS = 64
 
 
-class _Made(NamedTuple):
-    #: The decode worker.
-    instance_id: int
-    #: From the start of the answer's first block.
-    num_tokens: int
+class NextTurns:
+    """Prepares nothing for the conversations' next turns."""
+
+    def answered(self, request: GenerateRequest, answer: list[int]) -> None:
+        """The client has this answer."""
+
+    async def ready(self, request: GenerateRequest) -> None:
+        """Wait for a running pull of the prompt's start."""
 
 
-class PullBack:
-    """On a prefill worker: which decode instance made which blocks of answers, and the question for their KV. A block
-    is named by the hash of all tokens up to its end.
-    """
+class PullBack(NextTurns):
+    """On a prefill worker: caches the answers that decode workers generated for its requests."""
 
-    def __init__(self, peers: Peers, block_size: int, min_tokens: int, most_blocks: int = 1 << 15) -> None:
-        """`min_tokens`: fewer tokens of an answer are computed. At most `most_blocks` are remembered: with blocks of 32
-        tokens, a million tokens, in some 6 MB.
-        """
+    def __init__(
+        self, peers: Peers, prefill: RemotePrefill, engine: Engine, block_size: int, min_tokens: int
+    ) -> None:
+        """`prefill` runs on one of `peers`, decode workers. Pulls answers of at least `min_tokens`, in full blocks."""
         self._peers = peers
+        self._prefill = prefill
+        self._engine = engine
         self._size = block_size
         self._min_tokens = min_tokens
-        self._most_blocks = most_blocks
-        #: The block that was made longest ago is first.
-        self._made: dict[bytes, _Made] = {}
+        self._running: dict[asyncio.Task[object], GenerateRequest] = {}
 
-    def remember(self, request: GenerateRequest, answer: list[int], instance_id: int) -> None:
-        """The KV of the last token that an engine makes is never computed."""
-        first = len(request.token_ids) // self._size
-        for number, key in enumerate(self._keys(request.token_ids + answer[:-1], request.cache_salt)):
-            if number >= first:
-                self._made.pop(key, None)
-                self._made[key] = _Made(instance_id, (number + 1 - first) * self._size)
-        while len(self._made) > self._most_blocks:
-            del self._made[next(iter(self._made))]
+    def answered(self, request: GenerateRequest, answer: list[int]) -> None:
+        """A worker's request is skipped: its next turn goes to that worker."""
+        tokens, size = request.token_ids + answer, self._size
+        # Decode lacks the last token's KV.
+        count = (len(tokens) - 1) // size * size
+        decode = int(request.trace.facts.get("decode_instance", "0"), 16)
+        callable_ids = set(self._peers.instance_ids()) - self._peers.breaker.open()
+        if (
+            count - len(request.token_ids) // size * size >= self._min_tokens
+            and request.phase_request is None
+            and request.images is None
+            and decode in callable_ids
+            and len(self._running) < _MAX_PULLS
+        ):
+            # An engine computes a prompt's last token, so it must follow the blocks that decode has.
+            pulled = request.with_tokens(tokens[: count + 1])
+            pulled = msgspec.structs.replace(pulled, avoid=frozenset(callable_ids - {decode}), choice=None)
+            task = in_background(self._pull(pulled), "pull of an answer")
+            self._running[task] = pulled
+            task.add_done_callback(self._running.pop)
 
-    async def __call__(self, request: GenerateRequest, context: RequestContext) -> GenerateRequest:
-        """The request, with a handle if a decode worker has more of its prompt. Never raises a DisaggError."""
-        made = None
-        # Of one token agg makes the answer, and of the prompt's logprobs every token is computed.
-        if self._made and request.stop.max_tokens != 1 and request.output.prompt_logprobs is None:
-            # Without the block of the last token, which has to be computed.
-            for key in self._keys(request.token_ids[:-1], request.cache_salt):
-                made = self._made.get(key, made)
-        if made is None or made.num_tokens < self._min_tokens:
-            return request
-        name = f"{made.instance_id:x}"
+    async def ready(self, request: GenerateRequest) -> None:
+        for task, pulled in list(self._running.items()):
+            if pulled.cache_salt == request.cache_salt and _begins_with(request.token_ids, pulled.token_ids):
+                with request.span.child("wait_for_answer"):
+                    await asyncio.wait((task,), timeout=_WAIT_SECONDS)
+
+    async def _pull(self, request: GenerateRequest) -> None:
         try:
-            with request.span.child("ask_for_cached", {"instance": name}) as span:
-                async with asyncio.timeout(_SECONDS):
-                    handle = await self._ask(made.instance_id, request.within(span), context)
-        except (DisaggError, msgspec.ValidationError, TimeoutError) as error:
-            log.info("request %s: the last answer is computed, and not pulled: %r", context.id(), error)
-            return request
-        if handle is not None:
-            request.trace.facts["kv_pulled_from"] = name
-        return msgspec.structs.replace(request, pulled=handle)
-
-    async def _ask(self, instance_id: int, request: GenerateRequest, context: RequestContext) -> bytes | None:
-        params = None
-        with self._peers.call_of(instance_id, request) as call:
-            async with aclosing(call.answers(encode_request(request, _CACHED), context)) as answers:
-                async for answer in answers:
-                    params = decode_chunk(answer).disaggregated_params
-        return msgspec.convert((params or {}).get("opaque_state"), bytes | None)
-
-    def _keys(self, tokens: Sequence[int], salt: str | None) -> Iterator[bytes]:
-        # The salt at a fixed length, so that it cannot be mistaken for tokens.
-        hasher = hashlib.blake2b(hashlib.blake2b((salt or "").encode()).digest(), digest_size=16)
-        for block in packed_blocks(tokens, self._size):
-            hasher.update(block)
-            yield hasher.copy().digest()
+            handoff = await self._prefill(request, None)
+            if not handoff.is_final:
+                try:
+                    await fetch(self._engine, request.only_fetching(handoff))
+                    handoff.decode_has_it()
+                finally:
+                    handoff.release()
+        except DisaggError as error:
+            log.info(
+                "an answer of %d tokens with its prompt stays at decode: %s", len(request.token_ids), error
+            )
 
 
-class CachedService:
-    """On a decode worker: what its engine's cache has of a prompt, as a handoff under a lease. One chunk; without a
-    handoff when it has nothing.
+def _begins_with(tokens: list[int], start: list[int]) -> bool:
+    count = len(start)
+    return tokens[count - 1 : count] == start[-1:] and tokens[:count] == start
+
+
+#: The number of handoffs that a decode worker holds or makes for pulls at once.
+_MAX_UNTAKEN = 32
+#: Blocks that a decode worker may have to compute, since the newest ones' events are late.
+_MAX_COMPUTED = 2
+#: Seconds that a pull waits for the events of an answer that has just ended.
+_LOOKS, _LOOK_SECONDS = 15, 0.02
+
+
+class PrefillOfCached:
+    """On a decode worker: runs context_only of cached prompts. Others get a final, empty handoff, which delays no
+    answer.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, prefill: PrefillPhase, cached: CachedPrefixes, recalls: Recalls) -> None:
+        """`cached` follows the engine's KV events; without events nothing counts as cached."""
+        self._prefill = prefill
+        self._cached = cached
+        self._recalls = recalls
 
-    async def __call__(
-        self, request: GenerateRequest, context: RequestContext
-    ) -> AsyncGenerator[TokenChunk, None]:
-        result = self._engine.start_cached(request)
-        await finished(self._engine, result, AbortGuard(self._engine, result, context))
-        params = result.outputs[0].disaggregated_params
-        encoded = encode_disaggregated_params(params) if params is not None else None
-        delivered = False
-        try:
-            yield TokenChunk([], finish_reason="length", disaggregated_params=encoded)
-            delivered = not context.is_stopped()
-        finally:
-            if not delivered:
-                self._engine.abort(result)
+    async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
+        if self._recalls.num_untaken <= _MAX_UNTAKEN:
+            for _ in range(_LOOKS):
+                num_cached = self._cached.num_cached(request.token_ids, request.cache_salt)
+                if len(request.token_ids) - num_cached <= _MAX_COMPUTED * self._cached.block_size:
+                    return await self._prefill(request, context)
+                await asyncio.sleep(_LOOK_SECONDS)
+        return Handoff(TokenChunk([], finish_reason="length"), None)

@@ -1,6 +1,6 @@
-"""What this worker's engine and those of its peers can take: whether a prompt fits, and how long its answer gets.
+"""Knows what this worker's engine and its peers' can take: whether a prompt fits, and how long its answer can get.
 
-Two engines share a request, and either may be too small for it. Only this module knows both, so only it is asked.
+Two engines share a request, and either may be too small for it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from trtllm_disagg.types import GenerateRequest
 class PairFacts:
     role: Role
     own: EngineFacts
-    #: Those of the peers in discovery; an unknown one counts, with facts that are not known.
+    #: The facts of each peer in discovery; unknown peers count, with unknown facts.
     peers: Callable[[], Sequence[EngineFacts]] = tuple
 
-    def most_tokens(self, request: GenerateRequest) -> int | None:
-        """The number of tokens that end the answer on the engine that decodes it; None where only that engine knows.
-        Of several decode workers it is the one with the most room: an answer must not be taken for complete too early.
+    def max_new_tokens(self, request: GenerateRequest) -> int | None:
+        """The number of tokens at which the decode engine ends the answer; None if only that engine knows. Of several
+        decode workers the roomiest counts, or the answer would end early.
         """
         if self.role is not Role.PREFILL:
             return self.own.room(request)
@@ -31,22 +31,22 @@ class PairFacts:
         return max(known) if len(known) == len(rooms) else request.stop.max_tokens
 
     def fits(self, request: GenerateRequest) -> bool:
-        """Whether this worker can answer it, alone or with a peer."""
+        """Whether this worker can answer the request, alone or with a peer."""
         return self.why_not_in_a_pair(request) is None or self.why_not_alone(request) is None
 
     def why_not_alone(self, request: GenerateRequest) -> str | None:
-        """Why this worker cannot do both phases as the pair does them: it refuses the prompt, or its answer would end
-        earlier. None when it can.
+        """Why this worker alone cannot give the pair's answer: it refuses the prompt, or would end earlier. None: it
+        can.
         """
         if (why := self.own.why_unfit(request)) is not None:
             return why
-        most, own = self.most_tokens(request), self.own.room(request)
-        if most is not None and own is not None and own < most:
-            return f"max_seq_len {self.own.max_seq_len} would end the answer after {own} tokens instead of {most}"
+        in_pair, own = self.max_new_tokens(request), self.own.room(request)
+        if in_pair is not None and own is not None and own < in_pair:
+            return f"max_seq_len {self.own.max_seq_len} would end the answer after {own} tokens instead of {in_pair}"
         return None
 
     def why_not_in_a_pair(self, request: GenerateRequest) -> str | None:
-        """Why this worker and a peer cannot share the request: this engine refuses its phase, or all peers' do."""
+        """Why no pair can run the request: this engine refuses its phase, or all peers' engines do. None: one can."""
         prefills = self.role is Role.PREFILL
         if (why := self.own.why_unfit(request, computes_prompt=prefills)) is not None:
             return why

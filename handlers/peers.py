@@ -1,5 +1,5 @@
-"""The workers of the other role, as this worker calls them: which one takes a request, what is known of each, and one
-call with its timeouts, its load and its blame.
+"""Calls this worker's peers: picks one for a request, remembers each one's description, and runs the call with its
+timeouts, load and blame.
 """
 
 from __future__ import annotations
@@ -19,36 +19,29 @@ from trtllm_disagg.errors import (
     DisaggError,
     EngineError,
     HandoffRefusedError,
-    NoInstanceError,
     PeerUnavailableError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers.cancellation import in_background
-from trtllm_disagg.handlers.circuit_breaker import (
-    QUEUE_ID,
-    CircuitBreaker,
-    IdleTimer,
-    Sign,
-    StreamTimeouts,
-    name_of,
-)
-from trtllm_disagg.handlers.select import InFlight, StageClient, StageInstance
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, Sign
+from trtllm_disagg.handlers.drain import in_background
+from trtllm_disagg.handlers.idle_timeout import IdleTimer, StreamTimeouts
+from trtllm_disagg.handlers.selection import InFlight, StageClient, StageInstance
 from trtllm_disagg.tracing.spans import Span
 from trtllm_disagg.types import GenerateRequest, InProgress, Int32, PhaseRequest, RequestContext
-from trtllm_disagg.wire.bodies import kind_of
+from trtllm_disagg.wire.bodies import phase_of
 
 log = logging.getLogger(__name__)
 
 
 class MeetingPlace(msgspec.Struct, frozen=True):
-    """Where a prefill worker's engine is met, and on which rank."""
+    """The endpoint and rank where decode meets a prefill engine."""
 
     ctx_info_endpoint: str | None = None
     ctx_dp_rank: Int32 | None = None
 
 
 class _Known(NamedTuple):
-    """What an instance has said of itself."""
+    """An instance's description."""
 
     fits: bool
     facts: EngineFacts
@@ -56,16 +49,16 @@ class _Known(NamedTuple):
     said_at: float
 
 
-#: A description takes one round trip. An instance that takes longer has a fault, which the call's own timeout detects.
+#: Seconds for a description, one round trip. A slower instance is faulty, which the call's own timeout detects.
 _DESCRIBE_SECONDS = 1.0
-#: A description counts for so long: under Kubernetes a restarted pod has the id of the one before it.
+#: Seconds that a description counts: under Kubernetes a restarted pod keeps its id.
 _FRESH_SECONDS = 10.0
-#: Peers are looked at one by one no more often, and no more of them asked again at once.
-_LOOK_SECONDS, _MOST_ASKED = 0.5, 16
+#: Seconds between two looks at each peer, and the number of peers asked again at once.
+_LOOK_SECONDS, _MAX_ASKED = 0.5, 16
 _UNKNOWN = EngineFacts()
 _NOTHING_KNOWN = _Known(True, _UNKNOWN, {}, 0.0)
 
-#: Errors that count as failures of the instance. Overload and a bad request do not.
+#: Errors that count against the instance. Overload and a bad request do not.
 _FAULTS = (PeerUnavailableError, HandoffRefusedError, StageTimeoutError, EngineError)
 
 
@@ -81,9 +74,9 @@ class Peers:
         *,
         prefill: bool = True,
     ) -> None:
-        """`timeouts`: as `stream_timeouts_of` makes them. `require_fit` raises ConfigError for the description of an
-        instance that this worker cannot serve with; None: all fit. `prefill`: false for decode workers, which compute
-        no prompt.
+        """`timeouts`: from `stream_timeouts_of`. `require_fit` raises ConfigError for the description of an instance
+        that does not fit this worker; None: all fit. `prefill`: whether the peers are prefill workers, which compute
+        prompts.
         """
         self._stage = stage
         self.breaker = breaker
@@ -95,16 +88,16 @@ class Peers:
         self._known: dict[int, _Known] = {}
         #: Those known not to fit.
         self._unfit: set[int] = set()
-        #: The instances in discovery at the last look at each of them, and when to look again.
+        #: The instances at the last look at each of them, and when to look again.
         self._learned: Collection[int] = ()
         self._look_at = 0.0
-        #: Instances that are asked for their description now.
+        #: Instances that are being asked for their description.
         self._asked: set[int] = set()
-        #: Calls that wait for their first answer.
+        #: Calls without an answer so far.
         self.unanswered = InProgress()
 
     def instance_ids(self) -> Collection[int]:
-        """The instances in discovery that fit this worker, as far as they are known."""
+        """The instances in discovery that are not known to misfit."""
         there = self._stage.instance_ids()
         return [each for each in there if each not in self._unfit] if self._unfit else there
 
@@ -117,22 +110,22 @@ class Peers:
         return len(set(self.instance_ids()) - self.breaker.open())
 
     def depth(self) -> int:
-        """The number of calls by this worker that wait: those without an answer yet, beyond one for each instance."""
+        """The number of this worker's calls without an answer, beyond one per instance."""
         return max(0, self.unanswered.count - len(self.instance_ids()))
 
     def facts(self) -> Sequence[EngineFacts]:
-        """Those of the engines of all instances in discovery that fit, each once: a thousand peers have a few."""
+        """Distinct facts of the fitting instances' engines: few even with 1,000 peers."""
         known = self._known
         return list(
             {(known[each].facts if each in known else _UNKNOWN): None for each in self.instance_ids()}
         )
 
     async def learn(self) -> None:
-        """Ask each instance that is new in discovery for its description, once. Those known for long are asked again,
-        while the request goes on.
+        """Ask each new instance once for its description, and wait for it. Old descriptions are renewed in the
+        background.
         """
         there, now = self._stage.instance_ids(), self._clock()
-        # A request that comes while another one asks a new instance waits for the description, too.
+        # Further requests wait for the same description.
         if there == self._learned and now < self._look_at and len(self._known) >= len(there):
             return
         self._learned, self._look_at = list(there), now + _LOOK_SECONDS
@@ -142,43 +135,39 @@ class Peers:
                 self.in_flight.weights.set(gone, None)
             self._known = {each: known for each, known in self._known.items() if each in present}
             self._unfit &= present
-        new = [each for each in there if each not in self._known and each != QUEUE_ID]
+        new = [each for each in there if each not in self._known]
         if new:
             await asyncio.gather(*(self._ask(self._stage.instance(each)) for each in new))
         stale = now - _FRESH_SECONDS
         for each in there:
-            if len(self._asked) == _MOST_ASKED:
-                break  # of many peers some are asked later
+            if len(self._asked) == _MAX_ASKED:
+                break  # the others are asked at a later look
             if each not in self._asked and (known := self._known.get(each)) and known.said_at < stale:
                 self._asked.add(each)
-                in_background(self._ask(self._stage.instance(each)), "question for a description")
+                in_background(self._ask(self._stage.instance(each)), "query of a description")
 
-    async def pick(self, request: GenerateRequest) -> Call:
-        """A call of an instance that is not skipped; of any instance when all are skipped, because none at all would be
-        worse. Raises NoInstanceError when none can take this request.
+    async def pick(self, request: GenerateRequest, offered: int | None = None) -> Call:
+        """A call of an instance that is not skipped; if all are skipped, of any. Raises NoInstanceError if none can
+        take this request. `offered`: one of `takers`, which has room.
         """
         if skipped := self.breaker.open():
             request.span.event("breaker_open", {"instances": [f"{each:x}" for each in sorted(skipped)]})
         request = request.skipping(skipped)
         while True:
-            instance = await self._stage.pick(request)
-            if instance.instance_id not in self._known and instance.instance_id != QUEUE_ID:
+            instance = await self._stage.pick(request) if offered is None else self._stage.instance(offered)
+            if instance.instance_id not in self._known:
                 await self._ask(instance)
-            known = self._known.get(instance.instance_id)
-            if known is None or (
-                known.fits and not known.facts.why_unfit(request, computes_prompt=self._prefill)
-            ):
+            if self._fits(instance.instance_id, request):
                 return Call(self, instance, request)
-            request = request.avoiding(instance.instance_id)
+            request, offered = request.avoiding(instance.instance_id), None
 
-    def call_of(self, instance_id: int, request: GenerateRequest) -> Call:
-        """A call of this instance. Raises NoInstanceError when it is gone, or is skipped or avoided."""
-        if instance_id not in set(self.instance_ids()) - self.breaker.open() - request.avoid:
-            raise NoInstanceError(f"instance {instance_id:x} is gone, or has failed")
-        return Call(self, self._stage.instance(instance_id), request)
+    def takers(self, request: GenerateRequest) -> Collection[int]:
+        """The instances that may get this request: the unskipped ones; if all are skipped, all."""
+        possible = {each for each in self.instance_ids() if self._fits(each, request)} - request.avoid
+        return possible - request.skipped - self.breaker.open() or possible
 
     def meeting_place(self, instance: Call) -> tuple[str, int | None]:
-        """Where the instance's engine is met, and on which rank. Raises PeerUnavailableError."""
+        """The endpoint and rank where decode meets the instance's engine. Raises PeerUnavailableError."""
         known = self._known.get(instance.instance_id)
         try:
             place = msgspec.convert(known.description if known else {}, MeetingPlace)
@@ -192,18 +181,22 @@ class Peers:
         self.breaker.succeeded(sender, Sign.KV_ARRIVES)
 
     def kv_was_lost(self, sender: int, request: GenerateRequest, error: DisaggError) -> None:
-        """A failure of the prefill worker that has it, although its answers are well: each request that is sent there
-        would wait for the end of a transfer.
+        """Count a failure of the prefill worker, although it answers: each further request to it would wait for its KV
+        in vain.
         """
         self.forget(sender)
         self.breaker.failed(sender, Sign.KV_ARRIVES)
         _note_failure(request.trace.root, sender, error)
 
     def forget(self, instance_id: int) -> None:
-        """It did not answer, or its KV did not come: another process may have its id now."""
+        """Forget its description after a failure: another process may have its id now."""
         self._known.pop(instance_id, None)
         self._unfit.discard(instance_id)
         self._look_at = 0.0
+
+    def _fits(self, instance_id: int, request: GenerateRequest) -> bool:
+        known = self._known.get(instance_id, _NOTHING_KNOWN)
+        return known.fits and not known.facts.why_unfit(request, computes_prompt=self._prefill)
 
     async def _ask(self, instance: StageInstance) -> None:
         known = self._known.get(instance.instance_id, _NOTHING_KNOWN)
@@ -219,104 +212,100 @@ class Peers:
                 log.error("instance %x is not called: %s", instance.instance_id, error)
             fits = False
         except (DisaggError, TimeoutError):
-            # The call itself will fail with the reason. What it said before counts until it is asked again.
+            # The call itself will fail with the reason. Until the next query the old description counts.
             pass
         finally:
             self._asked.discard(instance.instance_id)
         facts = EngineFacts.described(description)
         self._known[instance.instance_id] = _Known(fits, facts, description, self._clock())
         (self._unfit.discard if fits else self._unfit.add)(instance.instance_id)
-        # A prompt fills a step of any size: only decode workers do as much at once as they have slots.
+        # One prompt fills a prefill step: only decode workers have weights, by their slots.
         if not self._prefill:
             self.in_flight.weights.set(instance.instance_id, facts.slots)
 
 
 class Call:
-    """One instance that was picked for a request. `with` it, the reader of its answer blames the instance for an error:
-    an answer that is of no use is a failure of the instance, too.
+    """A call of the instance picked for a request. Errors raised in its `with` block, also for a useless answer, are
+    blamed on the instance.
     """
 
     def __init__(self, peers: Peers, instance: StageInstance, request: GenerateRequest) -> None:
         self._peers = peers
         self.instance = instance
+        self.instance_id = instance.instance_id
         self._span = request.trace.root
-        self._tokens = len(request.token_ids)
-        # A drain may find KV that was fetched already: no failure of the instance that is asked.
+        self._tokens = request.num_prompt
+        # A drain may find its KV already fetched: that is no failure of this instance.
         self._counts_failures = not request.kv_may_be_fetched
-
-    @property
-    def instance_id(self) -> int:
-        """It may change: the prefill queue hands the request on."""
-        return self.instance.instance_id
 
     def __enter__(self) -> Call:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Errors of the prefill queue itself are no failure of a worker."""
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, DisaggError):
             return
         blamed = self.instance_id if error.peer is None else error.peer
         if isinstance(error, (PeerUnavailableError, HandoffRefusedError)):
             error.peer = blamed
             self._peers.forget(blamed)
-        if self._counts_failures and isinstance(error, _FAULTS) and blamed != QUEUE_ID:
+        if self._counts_failures and isinstance(error, _FAULTS):
             self._peers.breaker.failed(blamed)
             _note_failure(self._span, blamed, error)
 
     async def answers(
         self, body: dict[str, Any], context: RequestContext | None
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """The worker's answers to `body`. Raises a DisaggError; StageTimeoutError when it is silent for too long."""
-        kind = kind_of(body)
-        timeouts, peers = self._peers.timeouts[kind], self._peers
-        further = f"further answer to {kind}"
+        """Yield the worker's answers to `body`. Raises a DisaggError; StageTimeoutError if it is silent too long."""
+        phase = phase_of(body)
+        timeouts, peers = self._peers.timeouts[phase], self._peers
+        further = f"further answer to {phase}"
         leave = peers.in_flight.enter(self.instance_id, self._tokens)
         try:
-            with IdleTimer(lambda: self.instance_id) as timer:
+            with IdleTimer(self.instance_id) as timer:
                 async with aclosing(self.instance.call(body, context)) as answers:
-                    timer.arm(f"answer to {kind}", timeouts.first)
+                    timer.start(f"answer to {phase}", timeouts.first)
                     with peers.unanswered:
                         answer = await anext(answers, None)
                     if answer is not None:
                         timer.disarm()
                         yield answer
-                        timer.arm(further, timeouts.next)
+                        timer.start(further, timeouts.next)
                         async for answer in answers:
                             timer.disarm()
                             yield answer
-                            timer.arm(further, timeouts.next)
-                    if answer is not None and _is_last(answer, kind):
+                            timer.start(further, timeouts.next)
+                    if answer is not None and _is_last(answer, phase):
                         peers.breaker.succeeded(self.instance_id)
                     elif context is None or not context.is_stopped():
                         raise PeerUnavailableError(
-                            f"the answer of {name_of(self.instance_id)} to {kind} ended too early"
+                            f"the answer of instance {self.instance_id:x} to {phase} ended too early"
                         )
         finally:
             leave()
 
 
-def _is_last(answer: Any, kind: str) -> bool:
-    """Whether a call may end with this answer: one to prefill may have a handoff, and no finish reason."""
-    return kind == "prefill" or (isinstance(answer, dict) and answer.get("finish_reason") is not None)
+def _is_last(answer: Any, phase: str) -> bool:
+    """Whether a call may end with this answer. A prefill's answer may have a handoff and no finish reason."""
+    return phase == "prefill" or (isinstance(answer, dict) and answer.get("finish_reason") is not None)
 
 
 def _note_failure(span: Span, instance_id: int, error: DisaggError) -> None:
     span.event("breaker_failure", {"instance": f"{instance_id:x}", "because": str(error)})
 
 
-async def select_instance(peers: Peers, request: GenerateRequest, fact: str) -> Call:
-    """`fact`: its name in the request trace."""
+async def select_instance(
+    peers: Peers, request: GenerateRequest, fact: str, offered: int | None = None
+) -> Call:
+    """`fact`: its name in the request trace. `offered`: as for `Peers.pick`."""
     with request.span.child("select") as span:
-        call = await peers.pick(request.within(span))
+        call = await peers.pick(request.within(span), offered)
         span.note({"instance": f"{call.instance_id:x}"})
-        if call.instance_id != QUEUE_ID:  # otherwise the worker's claim records its id
-            request.trace.facts[fact] = f"{call.instance_id:x}"
+        request.trace.facts[fact] = f"{call.instance_id:x}"
         return call
 
 
 def dispatch_span(call: Call, request: GenerateRequest) -> Span:
-    """The span from the call of an instance to its first answer, parent of that worker's spans."""
+    """The span from the call to its first answer; parent of the called worker's spans."""
     return request.span.child("dispatch", {"instance": f"{call.instance_id:x}"})
 
 

@@ -1,4 +1,4 @@
-"""What workers of the other role do for a request: a prefill, a decode, a drain, or the whole answer."""
+"""Runs a prefill, a decode, a drain or the whole answer on a peer."""
 
 from __future__ import annotations
 
@@ -12,22 +12,13 @@ from trtllm_disagg.errors import (
     HandoffRefusedError,
     NoInstanceError,
     PeerUnavailableError,
-    QueueUnusableError,
     RequestCancelledError,
 )
-from trtllm_disagg.handlers.cancellation import in_background
+from trtllm_disagg.handlers.drain import in_background
 from trtllm_disagg.handlers.peers import DECODE, Call, Peers, dispatch_span, select_instance
 from trtllm_disagg.handlers.recall import Notices
-from trtllm_disagg.handlers.select import NEXT
-from trtllm_disagg.types import (
-    Fallback,
-    GenerateRequest,
-    Handoff,
-    PhaseRequest,
-    PrefillPhase,
-    RequestContext,
-    TokenChunk,
-)
+from trtllm_disagg.handlers.selection import NEXT
+from trtllm_disagg.types import GenerateRequest, Handoff, PhaseRequest, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_chunk, encode_request, require_readable
 from trtllm_disagg.wire.handoff_formats import result_of
 from trtllm_disagg.wire.handoff_protocols import DYNAMO, HandoffProtocol
@@ -43,24 +34,27 @@ class RemotePrefill:
         notices: Notices,
         protocol: HandoffProtocol = DYNAMO,
     ) -> None:
-        """`peers`: prefill workers, or the prefill queue. `drain` frees the KV of a handoff that no decode was started
-        for, by a decode that only fetches it, unless `notices` has the prefill worker take it back.
+        """`peers`: prefill workers. `drain` frees an unused handoff's KV by a decode that only fetches it, unless
+        `notices` makes the prefill worker take it back.
         """
         self._peers = peers
         self._drain = drain
         self._notices = notices
         self._protocol = protocol
 
-    async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
+    async def __call__(
+        self, request: GenerateRequest, context: RequestContext | None, offered: int | None = None
+    ) -> Handoff:
+        """`offered`: the prefill worker with room for the request; None: select one."""
         with request.span.child("remote_prefill") as span:
             request = request.within(span)
-            call = await select_instance(self._peers, request, "prefill_instance")
+            call = await select_instance(self._peers, request, "prefill_instance", offered)
             asked = self._notices.new_attempt(call.instance)
             handoffs: list[Handoff] = []
             with call:
                 try:
                     await self._receive(handoffs, call, asked, request, context)
-                    if context.is_stopped():
+                    if context is not None and context.is_stopped():
                         raise RequestCancelledError("the client left during remote prefill")
                     if len(handoffs) != 1:
                         raise PeerUnavailableError(
@@ -81,9 +75,9 @@ class RemotePrefill:
         call: Call,
         asked: PhaseRequest,
         request: GenerateRequest,
-        context: RequestContext,
+        context: RequestContext | None,
     ) -> None:
-        """Add each answer to `handoffs` as it comes, so that the caller can release them however this ends."""
+        """Add each answer to `handoffs` as it comes: the caller releases them however this ends."""
         with dispatch_span(call, request) as dispatch:
             body = self._protocol.encode(request.within(dispatch), asked)
             async with aclosing(call.answers(body, context)) as answers:
@@ -93,7 +87,7 @@ class RemotePrefill:
     def _handoff(
         self,
         request: GenerateRequest,
-        context: RequestContext,
+        context: RequestContext | None,
         chunk: TokenChunk,
         call: Call,
         asked: PhaseRequest,
@@ -122,7 +116,7 @@ class RemotePrefill:
             chunk.without_end(),
             result,
             on_release=release,
-            on_end=partial(self._notices.taken, call.instance, asked),
+            on_end=partial(self._notices.fetched, call.instance, asked),
             of_prompt=chunk.of_prompt,
         )
 
@@ -133,11 +127,11 @@ class RemoteDecode:
         self._protocol = protocol
 
     def require_instance(self, request: GenerateRequest) -> None:
-        """Raises NoInstanceError when no decode worker can take what a prefill would make: an engine that cannot
-        release a handoff would keep that KV until its lease ends. One token needs no decode.
+        """Raises NoInstanceError if no decode worker can take the handoff: an engine that cannot release it would keep
+        the KV until its lease ends. One token needs no decode.
         """
         if request.stop.max_tokens != 1 and not set(self._peers.instance_ids()) - request.avoid:
-            raise NoInstanceError("no decode worker is in discovery that has not failed this request")
+            raise NoInstanceError("no decode worker in discovery can take this request")
 
     async def __call__(
         self, request: GenerateRequest, context: RequestContext, handoff: Handoff
@@ -157,7 +151,7 @@ class RemoteDecode:
                         handoff.is_being_fetched = not error.was_raised_there
                         raise
                     if first is not None:
-                        # An answer means that decode has the KV.
+                        # Decode has the KV once it answers.
                         handoff.decode_has_it()
                         with span.child("relay"):
                             yield decode_chunk(first)
@@ -166,10 +160,10 @@ class RemoteDecode:
 
 
 class RemoteAnswer:
-    """The whole answer by a worker of the other role, the first stage of `strategy`."""
+    """Runs the whole request on a peer, as first stage of `strategy`."""
 
     def __init__(self, peers: Peers, strategy: str, full: int | None = None) -> None:
-        """`full`: this worker, where it calls the other one because its batch is full."""
+        """`full`: this worker, if it relays because its batch is full."""
         self._peers = peers
         self._asked = PhaseRequest("whole", strategy, full=full)
 
@@ -177,13 +171,13 @@ class RemoteAnswer:
         self, request: GenerateRequest, context: RequestContext
     ) -> AsyncGenerator[TokenChunk, None]:
         if request.phase_request is not None:
-            # Two workers with lost engines would relay it back and forth.
+            # Or two workers with dead engines would relay it back and forth.
             raise NoInstanceError("this request was relayed already")
         with request.span.child("other_stage") as span:
             request = request.within(span)
             call = await select_instance(self._peers, request, "first_stage")
             dispatch = dispatch_span(call, request)
-            # Pins are for this worker's call, not for the call that the other worker makes.
+            # Pins are for this worker's call, not for the peer's.
             annotations = [each for each in request.annotations if not each.startswith(NEXT)]
             body = encode_request(request.within(dispatch), self._asked, annotations=annotations)
             with call, dispatch:
@@ -193,8 +187,8 @@ class RemoteAnswer:
 
 
 class RemoteDrain:
-    """On a prefill worker: has a decode worker fetch and drop KV that no decode has begun to fetch. (A decode worker
-    does that itself: `LocalDecode.drain`.)
+    """On a prefill worker: makes a decode worker fetch and drop unused KV. (A decode worker does so itself:
+    `LocalDecode.drain`.)
     """
 
     def __init__(self, peers: Peers, protocol: HandoffProtocol = DYNAMO) -> None:
@@ -202,7 +196,7 @@ class RemoteDrain:
         self._protocol = protocol
 
     def __call__(self, request: GenerateRequest) -> None:
-        """`request`: as `only_fetching` makes it."""
+        """`request`: from `only_fetching`."""
         in_background(self._fetch(request), "drain of an unused handoff")
 
     async def _fetch(self, request: GenerateRequest) -> None:
@@ -215,39 +209,5 @@ class RemoteDrain:
                         async for _ in answers:
                             pass
             except DisaggError as error:
-                # Best effort: the lease ends by itself.
+                # Best effort: the lease ends anyway.
                 log.info("an unused handoff waits for the end of its lease: %s", error)
-
-
-class QueuedPrefill:
-    """A prefill through the queue; `direct` for a request that the queue cannot take or has lost, and for one that
-    `bypasses_queue` because it pins prefill workers, which the queue cannot choose.
-    """
-
-    def __init__(
-        self,
-        through_queue: PrefillPhase,
-        direct: PrefillPhase,
-        bypasses_queue: Callable[[GenerateRequest], bool] = lambda request: False,
-    ) -> None:
-        self._through_queue = through_queue
-        self._direct = direct
-        self._bypasses_queue = bypasses_queue
-
-    async def __call__(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        if self._bypasses_queue(request):
-            return await self._direct(request, context)
-        try:
-            return await self._through_queue(request, context)
-        except QueueUnusableError as error:
-            if context.is_stopped():
-                raise
-            unusable = error
-        log.warning("request %s: the prefill queue failed (%s); trying direct", context.id(), unusable)
-        request.trace.fell_back(Fallback.DIRECT, unusable)
-        # The worker that had claimed the item will not answer.
-        request.trace.facts.pop("prefill_instance", None)
-        try:
-            return await self._direct(request, context)
-        except NoInstanceError:
-            raise unusable from None  # the better reason

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A decode worker: takes the KV of a prompt from a prefill worker and generates the tokens. See launch/prefill.sh.
+# Starts a decode worker, which fetches a prompt's KV from a prefill worker and generates tokens. See launch/prefill.sh.
 # Machine: the GPUs of its engine config, or a few CPU cores with ENGINE=embedded.
 # Launch:  MODEL=path/to/model STRATEGY=prefill_first launch/decode.sh [more arguments for the worker]
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The OpenAI-compatible frontend: finds the workers by discovery, routes requests to them by the content of their caches.
+# Starts the OpenAI-compatible frontend, which finds workers by discovery and routes requests by their caches.
 # Machine: any; no GPU, about 0.3 GB of memory.
 # Launch:  launch/frontend.sh [more arguments for dynamo.frontend]
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

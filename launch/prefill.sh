@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A prefill worker: computes the KV of prompts and hands it to decode workers. Beside launch/decode.sh and launch/frontend.sh.
+# Starts a prefill worker, which computes KV for decode workers. Needs launch/decode.sh and launch/frontend.sh.
 # Machine: the GPUs of its engine config, or a few CPU cores with ENGINE=embedded.
 # Launch:  MODEL=path/to/model STRATEGY=prefill_first launch/prefill.sh [more arguments for the worker]
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, written once for all tests; deployments, started once for all that ask for them."""
+"""Tiny checkpoints, written once, and deployments, started once, for all tests that use them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.support.deployments import Fleet, Served
 from tests.support.durations import DurationRecorder, mark_by_speed, recorded_durations
 from tests.support.groups import GroupScheduling, in_order, uses_fleet
 from tests.support.models import write_checkpoint
+from tests.support.vision_models import write_vision_checkpoint
 
 pytest_plugins = ["tests.support.second_try"]
 Checkpoints = Callable[..., Path]
@@ -22,9 +23,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def hear_signals() -> None:
-    """What tests start is told to stop by signals. `nohup` and a shell's `&` have a run ignore some, and all that it
-    starts with it.
-    """
+    """Restore signals that `nohup` or a shell's `&` ignore: children inherit that, but tests stop them by signals."""
     for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, default)
@@ -32,9 +31,7 @@ def hear_signals() -> None:
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """After a test signals are taken as before it. A command that was interrupted ignores them until its end, and in a
-    test this process goes on.
-    """
+    """Restores signal handlers after a test: an interrupted command ignores signals until the process ends."""
     before = {number: signal.getsignal(number) for number in ENDING}
     yield
     for number, handler in before.items():
@@ -46,7 +43,7 @@ def _signals() -> Iterator[None]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """checkpoints("llama") -> its directory."""
     torch = pytest.importorskip("torch")
-    # As the engine's own process runs; sums are split the same way everywhere.
+    # As in the engine's process, so that sums are split alike.
     torch.set_num_threads(1)
 
     @functools.cache
@@ -54,6 +51,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
         return write_checkpoint(tmp_path_factory.mktemp(f"{family}-{seed}"), family, seed=seed)
 
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a checkpoint that takes images."""
+    pytest.importorskip("torch").set_num_threads(1)
+    return write_vision_checkpoint(tmp_path_factory.mktemp("llava"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -66,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     hear_signals()
-    # Of several processes under -n, the one that started the others hears of every test.
+    # Under -n only the controlling process sees every test.
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(DurationRecorder())
 
@@ -79,7 +83,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupSchedul
 # First, so that -m sees the markers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is fast, and put the tests in order."""
+    """Mark fast tests, and order all."""
     seconds = recorded_durations()
     mark_by_speed(items, seconds)
     in_order(items, seconds)
@@ -87,7 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """fleet["agg"] -> that deployment of the demo model; the others load meanwhile."""
+    """fleet["agg"] -> that deployment of the demo model, while the others load."""
     users = [item for item in request.session.items if uses_fleet(item)]
     params = [item.callspec.params for item in users if hasattr(item, "callspec")]
     wanted = {"agg", *(each["strategy"] for each in params if "strategy" in each)}
@@ -97,12 +101,11 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     fleet.close()
 
 
-# Last, when the fixtures of the test itself have ended.
+# Last, after the test's own fixtures.
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """The fleet ends with the last test that uses it.
-
-    Every process that watches a discovery directory takes from the 128 inotify instances that Linux gives a user.
+    """End the fleet after its last test: each process that watches discovery takes one of a user's 128 inotify
+    instances.
     """
     is_last = uses_fleet(item) and (nextitem is None or not uses_fleet(nextitem))
     if is_last and (fleet := item.config.stash.get(_FLEET, None)) is not None:
@@ -111,5 +114,5 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture
 def deployed(fleet: Fleet, strategy: str) -> Served:
-    """The deployment of the strategy that the test is parametrised with."""
+    """The deployment of the test's `strategy`."""
     return fleet[strategy]

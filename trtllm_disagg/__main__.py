@@ -5,15 +5,15 @@ import sys
 if sys.hexversion < 0x30B0000:
     sys.exit(f"error: trtllm-disagg needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}")
 
-from trtllm_disagg.processes.interpreter import leave_current_directory
+from trtllm_disagg.common.interpreter import leave_current_directory
 
 
 def main() -> None:
-    """Ctrl-C during the imports before `cli.main` ends the command as one during its work does."""
+    """Ctrl-C during the imports ends the command like Ctrl-C during its work."""
     try:
-        from trtllm_disagg import cli
+        from trtllm_disagg.common import cli
     except KeyboardInterrupt:
-        from trtllm_disagg.processes.exits import ExitCode
+        from trtllm_disagg.common.exits import ExitCode
 
         sys.exit(ExitCode.INTERRUPTED)
     cli.main()

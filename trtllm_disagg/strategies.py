@@ -1,7 +1,7 @@
-"""The one list of strategies. Configuration, deployment, commands, demo, scripts and tests read it. A new strategy is
-one line here and one file with its builder (`handlers/strategies/`).
+"""The only list of strategies, read by all code. A new strategy is one line here and one file with its builder
+(`handlers/strategies/`).
 
-For scripts: `python -m trtllm_disagg.strategies STRATEGY` prints the roles in the order in which they stop.
+For scripts: `python -m trtllm_disagg.strategies STRATEGY` prints the roles in stopping order.
 """
 
 from __future__ import annotations
@@ -25,19 +25,31 @@ class StrategySpec:
     name: str
     #: The roles of the deployment's workers.
     roles: tuple[WorkerRole, ...]
-    #: The role that takes requests from the frontend and calls the other role; None: the frontend calls each role.
+    #: The role that gets the frontend's requests and calls the other role; None: the frontend calls both.
     entry_role: WorkerRole | None
-    #: A running deployment of another switchable strategy can become this one.
+    #: A running deployment can switch to it from another switchable strategy.
     switchable: bool
-    #: A worker that is called stops after its callers, so that a request in flight still finds its next stage.
+    #: Callers stop first, so that requests in flight still find their next stage.
     stop_order: tuple[WorkerRole, ...]
     #: "module:function" that turns `handlers.services.StrategyParts` into a `Generate` for whole requests; None: each
-    #: request runs as one of the other strategies, chosen when it comes.
+    #: request runs as one of the other strategies, chosen on arrival.
     builder: str | None
+    #: The decider in simulations by `trtllm-disagg plan`; None: not simulated.
+    planned_with: str | None = "always"
+
+    @property
+    def first_role(self) -> WorkerRole:
+        """The role whose workers get a request first. The frontend's own chain begins with prefill."""
+        return self.entry_role or "prefill"
+
+    @property
+    def chooses_order(self) -> bool:
+        """Each request runs as one of the other strategies."""
+        return self.builder is None
 
     @property
     def kv_routed_roles(self) -> tuple[WorkerRole, ...]:
-        """The roles that the frontend's KV router picks workers of."""
+        """The roles whose workers the frontend's KV router picks."""
         return self.roles if self.entry_role is None else (self.entry_role,)
 
     @property
@@ -45,17 +57,17 @@ class StrategySpec:
         return len(self.roles) > 1
 
     @property
-    def is_worker_side(self) -> bool:
+    def is_run_by_workers(self) -> bool:
         """Workers call workers of the other role."""
         return self.is_disaggregated and self.entry_role is not None
 
     @property
     def is_order(self) -> bool:
-        """A worker-side strategy that runs every request in the same order of phases."""
-        return self.is_worker_side and self.builder is not None
+        """Workers run every request in one order of phases."""
+        return self.is_run_by_workers and not self.chooses_order
 
     def load_builder(self) -> Callable[[Any], Generate]:
-        """Import the builder only now: this module is below the handlers and must not import them at its start."""
+        """Import the builder only when called: this module is below the handlers."""
         assert self.builder is not None, f"{self.name} chooses among the others"
         module, _, function = self.builder.partition(":")
         build: Callable[[Any], Generate] = getattr(import_module(module), function)
@@ -63,7 +75,7 @@ class StrategySpec:
 
 
 _BOTH: tuple[WorkerRole, ...] = ("prefill", "decode")
-_DECODE_STOPS_FIRST: tuple[WorkerRole, ...] = ("decode", "prefill")
+_DECODE_FIRST: tuple[WorkerRole, ...] = ("decode", "prefill")
 _BUILDERS = "trtllm_disagg.handlers.strategies"
 
 STRATEGIES: dict[str, StrategySpec] = {
@@ -72,11 +84,12 @@ STRATEGIES: dict[str, StrategySpec] = {
         StrategySpec("agg", ("agg",), "agg", False, ("agg",), f"{_BUILDERS}.agg:build"),
         StrategySpec("prefill_first", _BOTH, "prefill", True, _BOTH, f"{_BUILDERS}.prefill_first:build"),
         StrategySpec(
-            "decode_first", _BOTH, "decode", True, _DECODE_STOPS_FIRST, f"{_BUILDERS}.decode_first:build"
+            "decode_first", _BOTH, "decode", True, _DECODE_FIRST, f"{_BUILDERS}.decode_first:build", "length"
         ),
-        StrategySpec("router", _BOTH, None, False, _BOTH, f"{_BUILDERS}.router:build"),
+        # The simulation, where software takes no time, treats it as prefill_first.
+        StrategySpec("router", _BOTH, None, False, _BOTH, f"{_BUILDERS}.router:build", planned_with=None),
         # Its workers register with the frontend as those of decode_first do.
-        StrategySpec("auto", _BOTH, "decode", True, _DECODE_STOPS_FIRST, None),
+        StrategySpec("auto", _BOTH, "decode", True, _DECODE_FIRST, None),
     )
 }
 
@@ -94,8 +107,8 @@ def disaggregated() -> tuple[str, ...]:
     return tuple(name for name, spec in STRATEGIES.items() if spec.is_disaggregated)
 
 
-def worker_side() -> tuple[str, ...]:
-    return tuple(name for name, spec in STRATEGIES.items() if spec.is_worker_side)
+def run_by_workers() -> tuple[str, ...]:
+    return tuple(name for name, spec in STRATEGIES.items() if spec.is_run_by_workers)
 
 
 def orders() -> tuple[StrategySpec, ...]:

@@ -1,1 +1,1 @@
-"""One file for each strategy: the builder of its answer to whole requests. `trtllm_disagg.strategies` lists them."""
+"""One file per strategy: builds its answer to whole requests. `trtllm_disagg.strategies` lists them."""

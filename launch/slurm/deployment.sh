@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A deployment in one Slurm job: frontend and etcd on its first node, the workers on all of them. All end together.
+# Starts a deployment in one Slurm job: frontend and etcd on its first node, workers on all nodes. All end together.
 # Launch: ENGINE=tensorrt_llm MODEL=path/to/model ENGINE_CONFIGS=directory PREFILL_WORKERS=2 HTTP_HOST=0.0.0.0 \
 #         sbatch --nodes=2 --gpus-per-node=8 --exclusive --wrap="exec launch/slurm/deployment.sh STRATEGY [ARG...]"
 : "${AGG_WORKERS:=1}" "${PREFILL_WORKERS:=1}" "${DECODE_WORKERS:=1}" "${FIRST_SYSTEM_PORT:=8081}"
-: "${GPUS_PER_NODE:=${SLURM_GPUS_ON_NODE:-}}" "${SRUN_ARGS:=}" "${PLAN_PYTHON:=}" # PLAN_PYTHON: where this script runs; PYTHON: on the nodes
-: "${ETCD_PORT:=2379}" "${HEAD_ADDRESS:=}" # of the etcd that is started without ETCD_ENDPOINTS; its peers use the next port
+: "${GPUS_PER_NODE:=${SLURM_GPUS_ON_NODE:-}}" "${SRUN_ARGS:=}" "${PLAN_PYTHON:=}" # PLAN_PYTHON: Python of this script; PYTHON: of the nodes
+: "${ETCD_PORT:=2379}" "${HEAD_ADDRESS:=}" # of this script's etcd (without ETCD_ENDPOINTS); its peers use the next port
 here=$(dirname "${BASH_SOURCE[0]}")
 [[ -f $here/worker.sh ]] || { echo "error: worker.sh is not there; use sbatch --wrap=\"exec launch/slurm/deployment.sh ...\"" >&2 && exit 1; }
 source "$here/../lib.sh"
@@ -14,10 +14,10 @@ mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}")
 [[ -n ${nodes[0]:-} ]] || fail "SLURM_JOB_NODELIST: no nodes; run this inside a job (sbatch --wrap or salloc)"
 [[ ${#nodes[@]} == 1 || $ENGINE != embedded && ${DYN_DISCOVERY_BACKEND:-} != file ]] ||
     fail "ENGINE=embedded and DYN_DISCOVERY_BACKEND=file are for one node, and this job has ${#nodes[@]}"
-[[ $ENGINE != embedded ]] || GPUS_PER_NODE=64 # it has none: as many workers as are wanted
+[[ $ENGINE != embedded ]] || GPUS_PER_NODE=64 # needs no GPUs, so any number of workers fits
 [[ $GPUS_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "GPUS_PER_NODE: '$GPUS_PER_NODE' is not allowed; expected a number from 1 up"
 
-places=() # role, nodes and GPUs of each worker. One that fits on a node is not divided, others have nodes of their own.
+places=() # role, nodes and GPUs of each worker. A worker that fits on a node stays on one, others get nodes of their own.
 for role in $roles; do
     read_ranks "$role" "${@:2}"
     count=${role^^}_WORKERS share=$((ranks < GPUS_PER_NODE ? ranks : GPUS_PER_NODE))
@@ -31,7 +31,7 @@ for role in $roles; do
 done
 on_head() { exec srun --overlap --cpu-bind=none --nodelist="${nodes[0]}" --nodes=1 --ntasks=1 --mpi=none "${srun_args[@]}" "$@"; }
 declare -A started=() && read -ra srun_args <<<"$SRUN_ARGS"
-stop_everything() { # callers before those that they call; a second signal ends the script, and with it the job
+stop_everything() { # callers before callees; a second signal ends the script, and with it the job
     trap - EXIT && trap 'exit 1' INT TERM
     # shellcheck disable=SC2086  # process ids
     for role in $order frontend etcd; do kill ${started[$role]:-} && wait ${started[$role]} || true; done 2>/dev/null

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One worker in a Slurm job, beside a frontend and an etcd that are there already; deployment.sh starts all.
+# Starts one worker in a Slurm job with a running frontend and etcd; deployment.sh starts all.
 # Launch: NODES=a,b ENGINE=tensorrt_llm MODEL=path/to/model ENGINE_CONFIGS=directory ETCD_ENDPOINTS=http://HOST:2379 \
 #         launch/slurm/worker.sh agg|prefill|decode [more arguments for the worker]
 : "${NODES:=}" "${SRUN_ARGS:=}" # NODE[,NODE...]; more arguments, divided at spaces: --container-image=... --container-mounts=...

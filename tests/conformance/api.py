@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.mount import find_name
+
 MODULE = os.environ.get("TRTLLM_DISAGG_CONFORMANCE", "trtllm_disagg.engines.embedded")
 MODEL = os.environ.get("TRTLLM_DISAGG_CONFORMANCE_MODEL")
 
@@ -44,6 +46,8 @@ def find(name: str) -> Any:
             continue
         if found is not None:
             return found
+    if MODULE.startswith("trtllm_disagg."):
+        return find_name(name)
     raise AttributeError(f"{MODULE} has no {name} anywhere")
 
 

@@ -140,17 +140,6 @@ def test_the_python_transceiver_needs_nixl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "members"),
-    [
-        ("CapacitySchedulerPolicy", {"GUARANTEED_NO_EVICT", "MAX_UTILIZATION", "STATIC_BATCH"}),
-        ("ContextChunkingPolicy", {"FIRST_COME_FIRST_SERVED", "EQUAL_PROGRESS", "FORCE_CHUNK"}),
-    ],
-)
-def test_each_enum_has_the_policies(name: str, members: set[str]) -> None:
-    assert set(find(name).__members__) >= members
-
-
-@pytest.mark.parametrize(
     ("field", "values"),
     [
         ("orchestrator_type", (None, "rpc", "ray")),

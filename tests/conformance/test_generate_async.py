@@ -222,16 +222,6 @@ async def test_greedy_spellings_give_the_same_tokens(llm: Any, values: dict[str,
     assert await tokens_of(llm.generate_async(PROMPT, sampling(**values))) == greedy
 
 
-async def test_first_of_several_stop_tokens_ends_the_answer(llm: Any) -> None:
-    """The one that comes first ends the answer, and is named."""
-    whole = await tokens_of(llm.generate_async(PROMPT, sampling(max_tokens=12)))
-    first = min((whole[4], whole[9]), key=whole.index)
-    params = sampling(max_tokens=12, stop_token_ids=[whole[4], whole[9]], ignore_eos=False, end_id=-1)
-    output = (await llm.generate_async(PROMPT, params).aresult()).outputs[0]
-    assert list(output.token_ids) == whole[: whole.index(first)]
-    assert (output.finish_reason, output.stop_reason) == ("stop", first)
-
-
 @pytest.mark.skipif(not IS_EMBEDDED, reason="TensorRT-LLM serves them")
 @pytest.mark.parametrize(
     "values",

@@ -39,12 +39,6 @@ def test_setting_an_unknown_attribute_raises(name: str) -> None:
         made.no_such_field = 1
 
 
-@pytest.mark.parametrize("name", ["SamplingParams", "DisaggregatedParams"])
-def test_these_take_keywords_only(name: str) -> None:
-    with pytest.raises(TypeError):
-        find(name)(5)
-
-
 def test_dataclasses_replace_gives_an_independent_copy() -> None:
     """How Dynamo makes a request's parameters out of its defaults."""
     first = find("SamplingParams")(max_tokens=5, stop_token_ids=[7])
@@ -53,10 +47,6 @@ def test_dataclasses_replace_gives_an_independent_copy() -> None:
     assert (second.temperature, second.stop_token_ids) == (0.0, [7])
     with pytest.raises(TypeError):
         dataclasses.replace(first, no_such_field=1)
-
-
-def test_a_logprob_takes_its_fields_by_place_and_by_name() -> None:
-    assert find("Logprob")(-0.5, 3) == find("Logprob")(logprob=-0.5, rank=3)
 
 
 # -- SamplingParams
@@ -85,11 +75,6 @@ def test_request_types_are_lower_cased(kind: str) -> None:
 def test_an_unknown_request_type_is_refused() -> None:
     with pytest.raises(ValueError, match="Unknown request type"):
         find("DisaggregatedParams")(request_type="prefill")
-
-
-def test_schedule_styles_have_tensorrt_llms_numbers() -> None:
-    style = find("DisaggScheduleStyle")
-    assert (style.CONTEXT_FIRST, style.GENERATION_FIRST) == (0, 1)
 
 
 def test_parameters_survive_a_dict() -> None:
@@ -131,7 +116,3 @@ def test_the_process_is_optional() -> None:
 def test_a_part_of_an_id_out_of_range_is_refused(parts: tuple[int, int]) -> None:
     with pytest.raises(ValueError):
         new_id(*parts)
-
-
-def test_a_request_without_priority_has_one_half() -> None:
-    assert find("DEFAULT_REQUEST_PRIORITY") == 0.5

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import transfer
 from tests.conftest import Checkpoints
 from tests.gpu.conftest import MakeCore
-from tests.support.benchmark_scripts import script
 from tests.support.models import greedy_answer
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.params.model_config import FAMILIES
@@ -93,7 +93,6 @@ def test_an_unstated_pool_is_a_share_of_device_memory(make_core: MakeCore) -> No
 # -- workers are processes of their own: KV goes from one's device memory into the other's
 
 
-transfer = script("transfer")
 SHAPE = transfer.KvShape("two-layers", layers=2, kv_heads=2, head_dim=64, dtype="float32", prompt_blocks=64)
 
 

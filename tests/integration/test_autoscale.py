@@ -21,20 +21,20 @@ from dynamo._core import VirtualConnectorCoordinator
 from dynamo.runtime import DistributedRuntime
 
 from tests.support.deployments import Served, demo_config, served, wait_until
-from trtllm_disagg.processes.interpreter import python
-from trtllm_disagg.tools.up.plan import LOOPBACK
+from trtllm_disagg.common.interpreter import python
+from trtllm_disagg.tools.up.plan import LOOPBACK, NO_WORKERS
 from trtllm_disagg.tools.up.ports import free_http_port
 
 #: No first token comes within a microsecond.
 LATE = ("--slo", "ttft=0.001,tpot=10000", "--interval", "0.1")
-SLOW = ("--override-engine-args", '{"recording": {"step_seconds": 0.1}}')
+SLOW = ("--override-engine-args", '{"recording": {"step_seconds": 0.2}}')
 
 
 @pytest.mark.parametrize(
     ("order", "workers", "flags", "under_load", "without_load"),
     [
-        ("agg", {"agg_workers": 1}, ("--most", "2"), {"agg": 2}, {"agg": 1}),
-        ("decode_first", {"decode_workers": 2}, ("--least", "1"), {"prefill": 2, "decode": 1}, None),
+        ("agg", {"agg_workers": 1}, ("--max-workers", "2"), {"agg": 2}, {"agg": 1}),
+        ("decode_first", {"decode_workers": 2}, ("--min-workers", "1"), {"prefill": 2, "decode": 1}, None),
     ],
 )
 def test_the_workers_that_a_load_needs_are_there_and_idle_ones_leave(
@@ -60,8 +60,8 @@ def test_the_workers_that_a_load_needs_are_there_and_idle_ones_leave(
             wait_until(lambda: serving(deployed) == under_load, f"{under_load} serve", 60)
         if without_load is not None:
             wait_until(lambda: serving(deployed) == without_load, f"{without_load} serve", 60)
-    assert set(answers) == {3}
-    assert " is late, and used to " in (config.run_dir / "autoscale.log").read_text()
+    assert set(answers) == {1}
+    assert " is late: " in (config.run_dir / "autoscale.log").read_text()
 
 
 def test_the_workers_of_a_fleet_flip_with_the_load_by_what_they_and_the_frontend_say(tmp_path: Path) -> None:
@@ -90,10 +90,8 @@ def test_the_workers_of_a_fleet_flip_with_the_load_by_what_they_and_the_frontend
         finally:
             command.terminate()
             command.communicate()
-    assert re.search(
-        r"prefill is late.*\n  decode \w+ flipped to prefill in .* s; its id is now \w+", "".join(said)
-    )
-    assert set(answers) == {3}
+    assert re.search(r"prefill is late.*\n  decode \w+ is now a prefill worker", "".join(said))
+    assert set(answers) == {1}
 
 
 async def reached(deployed: Served, *decisions: tuple[int, int]) -> list[dict[str, int]]:
@@ -153,14 +151,14 @@ def test_the_planners_numbers_are_reached_by_flips_and_starts_and_confirmed(tmp_
 
 
 def serving(deployed: Served) -> dict[str, int]:
-    return dict(Counter(each.role for each in deployed.deployment.processes if each.role != "frontend"))
+    return dict(Counter(each.role for each in deployed.deployment.processes if each.role not in NO_WORKERS))
 
 
 @contextmanager
 def asking(deployed: Served, answers: list[int]) -> Iterator[None]:
-    """Some clients ask on and on; the lengths of the answers."""
+    """Clients ask on and on for one token, so prefill is busy even if they ask at once; the lengths of the answers."""
     is_over = threading.Event()
-    asked: dict[str, Any] = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 3}
+    asked: dict[str, Any] = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 1}
 
     def ask() -> None:
         while not is_over.is_set():

@@ -2,60 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parity.answers import Api, Question, Refusal, ask
-from tests.support.deployments import DISAGGREGATED, FIXED, Fleet, Served, demo_config, served
-from trtllm_disagg.tools.up.plan import DeploymentFailedError
-from trtllm_disagg.tools.up.run_dir import read_processes
-
-# -- two stages that do not fit together
-
-
-@pytest.fixture(scope="module")
-def mismatches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
-    """What is reported about prefill workers with blocks of 32 tokens and decode workers with blocks of 16."""
-
-    # Made one after the other: the first of all makes pytest's own directory, and would make it in both threads.
-    directories = [tmp_path_factory.mktemp(strategy) for strategy in DISAGGREGATED]
-
-    def report(strategy: str, directory: Path) -> str:
-        files: dict[Any, Path] = {role: directory / f"{role}.yaml" for role in ("prefill", "decode")}
-        for role, size in (("prefill", 32), ("decode", 16)):
-            files[role].write_text(f"kv_cache_config: {{tokens_per_block: {size}}}")
-        config = demo_config(strategy, directory / "run", engine="recording", engine_configs=files)
-        with pytest.raises(DeploymentFailedError) as failed, served(config):
-            """It does not come up."""
-        assert all(record.state == "exited" for record in read_processes(config.run_dir))
-        return str(failed.value)
-
-    with ThreadPoolExecutor(2) as side_by_side:
-        yield dict(zip(DISAGGREGATED, side_by_side.map(report, DISAGGREGATED, directories), strict=True))
-
-
-@pytest.mark.parametrize("strategy", DISAGGREGATED)
-def test_different_block_sizes_are_found_before_the_model_is_registered(
-    strategy: str, mismatches: Mapping[str, str]
-) -> None:
-    report = mismatches[strategy]
-    # The worker that comes second finds out.
-    finder, _, sentence = report.splitlines()[0].partition("-0 ")
-    sizes = "decode 16, prefill 32" if finder == "decode" else "prefill 32, decode 16"
-
-    assert finder in ("prefill", "decode")
-    said = f"kv_cache_config.tokens_per_block (--kv-block-size): {sizes}"
-    cause = f"the two stages do not fit together; {said}"
-    assert sentence.startswith(f"died before the deployment was ready: {cause}")
-    assert "(exit code 2)" in sentence
-    assert "worker ready" not in report
-
-
-# -- requests
+from tests.support.deployments import FIXED, Fleet, Served
 
 TOO_LONG = [300] * 2100
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.parity.answers import Answer, Question, Refusal, ask
-from tests.support.deployments import DISAGGREGATED, MODEL_NAME, WORKER_SIDE, Fleet, Served, wait_until
+from tests.support.deployments import DISAGGREGATED, MODEL_NAME, RUN_BY_WORKERS, Fleet, Served, wait_until
 
 TIMES = 10
 #: Its prefill takes long enough to leave in the middle of it.
@@ -109,7 +109,7 @@ def test_a_client_that_hangs_up_before_the_first_token_leaves_nothing_running(
 
 
 # Under router, the frontend calls the prefill worker, and does not tell it that the client has left.
-@pytest.mark.parametrize("strategy", WORKER_SIDE)
+@pytest.mark.parametrize("strategy", RUN_BY_WORKERS)
 def test_a_running_prefill_stops_in_the_middle_of_its_prompt(strategy: str, deployed: Served) -> None:
     deployed.wait_until_idle()
     started = time.monotonic()

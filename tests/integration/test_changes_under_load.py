@@ -21,10 +21,11 @@ from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
 from tests.support.deployments import Worker, wait_until
 from tests.support.load import Body, Load, bodies, first_stage
-from trtllm_disagg.admin.commands import CONTROL, Scale
+from trtllm_disagg.admin.commands import CONTROL
 from trtllm_disagg.admin.keys import AdminKey
-from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.common.interpreter import python
 from trtllm_disagg.tools.up.command_socket import send_to_up
+from trtllm_disagg.tools.up.commands import Scale
 from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import ProcessRole
@@ -153,10 +154,7 @@ async def flip(deployment: Deployment, instance: int, to: str) -> tuple[int, str
 
 @asynccontextmanager
 async def loaded(model: Path, run_dir: Path) -> AsyncIterator[tuple[Deployment, Load]]:
-    async with (
-        deployed(model, run_dir, "decode_first") as (deployment, load),
-        load.running(at_once=4),
-    ):
+    async with deployed(model, run_dir, "decode_first") as (deployment, load), load.running(at_once=4):
         yield deployment, load
 
 
@@ -188,7 +186,7 @@ async def nothing_changes_without_the_key(deployment: Deployment, directory: Pat
 
     AdminKey.create(directory / "another")
     code, lines = await run_switch(*there, "--key-file", str(directory / "another"), **by_discovery)
-    assert (code, "the one key of all workers; these have another one" in lines[-1]) == (2, True)
+    assert (code, "the key that all workers have; these have another" in lines[-1]) == (2, True)
 
     code, lines = await run_switch("--to", "prefill_first", "--run-dir", str(deployment.run_dir))
     assert (code, lines) == (0, []), "it is what it was"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,23 +14,18 @@ from tests.parity.answers import Answer, Question, ask
 from tests.parity.cases import ids
 from tests.parity.conftest import oracle  # noqa: F401 - a fixture
 from tests.parity.oracle import Oracle
-from tests.support.deployments import WORKER_SIDE, Served, demo_config, served, wait_until
+from tests.support.deployments import Served, demo_config, served, vision_model, wait_until
 
-BLOCK = 16
 LIMIT = 100
 
 
-@pytest.fixture(scope="module", params=WORKER_SIDE)
-def deployment(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Served, Path]]:
-    order: str = request.param
-    directory = tmp_path_factory.mktemp(order)
-    policy = directory / "policy.yaml"
-    policy.write_text(f"max_local_prefill_length: {LIMIT}\n")
-    arguments = ("--prefill-decider", "length_and_queue", "--policy-file", str(policy))
-    with served(demo_config(order, directory / "run", worker_args=arguments)) as deployment:
-        yield deployment, policy
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    run_dir = tmp_path_factory.mktemp("conditional") / "run"
+    arguments = ("--prefill-decider", "length_and_queue", "--max-local-prefill-length", str(LIMIT))
+    config = demo_config("decode_first", run_dir, model=str(vision_model()), worker_args=arguments)
+    with served(config) as deployment:
+        yield deployment
 
 
 def took(deployment: Served, oracle: Oracle, prompt: list[int], salt: str) -> tuple[str, str]:  # noqa: F811
@@ -45,58 +38,43 @@ def took(deployment: Served, oracle: Oracle, prompt: list[int], salt: str) -> tu
     return answer.told["strategy"], answer.told["reason"]
 
 
-def test_cached_tokens_do_not_count_as_prompt_length(deployment: tuple[Served, Path], oracle: Oracle) -> None:  # noqa: F811
-    served, _ = deployment
+def test_cached_tokens_do_not_count_as_prompt_length(deployment: Served, oracle: Oracle) -> None:  # noqa: F811
     prompt = ids(4 * LIMIT, seed=77)
-    assert took(served, oracle, prompt, "cached") == (served.strategy, "long")
+    assert took(deployment, oracle, prompt, "cached") == (deployment.strategy, "long")
     # The engine tells of its blocks a moment later.
     wait_until(
-        lambda: took(served, oracle, prompt, "cached") == ("local", "short"), "the prompt counts as cached"
+        lambda: took(deployment, oracle, prompt, "cached") == ("local", "short"),
+        "the prompt counts as cached",
     )
-    assert took(served, oracle, prompt, "another-tenant")[1] == "long"
+    assert took(deployment, oracle, prompt, "another-tenant")[1] == "long"
 
 
-def test_a_threshold_changes_without_a_restart(deployment: tuple[Served, Path], oracle: Oracle) -> None:  # noqa: F811
-    served, policy = deployment
-    (worker,) = served.first_stage
-    asked = iter(range(10_000))
-
-    def reason() -> str:
-        number = next(asked)
-        return took(served, oracle, ids(60, seed=1000 + number), f"change-{number}")[1]
-
-    def write(content: str) -> None:
-        policy.with_suffix(".new").write_text(content)
-        os.replace(policy.with_suffix(".new"), policy)
-
-    assert reason() == "short"
-    write("max_local_prefill_length: 59\n")
-    wait_until(lambda: reason() == "long", "the new limit holds")
-    write("max_local_prefill_length: -1\n")
-    wait_until(lambda: "thresholds are unchanged" in worker.log.read_text(), "the mistake is told")
-    assert reason() == "long"
-    assert f"max_local_prefill_length: {LIMIT} -> 59" in worker.log.read_text()
-    served.wait_until_idle()
-
-
-def test_the_command_sets_it_on_every_worker(deployment: tuple[Served, Path], oracle: Oracle) -> None:  # noqa: F811
-    """Whatever the policy file said before."""
-    served, _ = deployment
-    flags = ("--max-local-prefill-length", "200")
-    ended = command("set", "--run-dir", str(served.deployment.run_dir), *flags)
-    assert ended.returncode == 0, ended.stderr
-    first = served.first_stage[0]
-    assert f"{first.role} {first.instance_id:x}: max_local_prefill_length: 59 -> 200" in ended.stdout
-    assert len(ended.stdout.splitlines()) == len(served.workers)
-    assert took(served, oracle, ids(200, seed=5), "set")[1] == "short"
-    assert took(served, oracle, ids(201, seed=6), "set")[1] == "long"
-    assert served.deployment.config.thresholds == {"max_local_prefill_length": 200}
+def test_the_command_sets_a_threshold_on_every_worker_without_a_restart(
+    deployment: Served,
+    oracle: Oracle,  # noqa: F811
+) -> None:
+    run_dir, flag = str(deployment.deployment.run_dir), "--max-local-prefill-length"
+    assert took(deployment, oracle, ids(60, seed=4), "before")[1] == "short"
+    refused = command("set", "--run-dir", run_dir, flag, "-1")
+    assert (refused.returncode, "-1 is not allowed" in refused.stderr.replace("'", "")) == (2, True)
+    first = deployment.first_stage[0]
+    for before, limit in ((LIMIT, 59), (59, 200)):
+        ended = command("set", "--run-dir", run_dir, flag, str(limit))
+        assert ended.returncode == 0, ended.stderr
+        told = f"max_local_prefill_length: {before} -> {limit}"
+        assert f"{first.role} {first.instance_id:x}: {told}" in ended.stdout
+        assert len(ended.stdout.splitlines()) == len(deployment.workers)
+        assert took(deployment, oracle, ids(limit, seed=5), f"at {limit}")[1] == "short"
+        assert took(deployment, oracle, ids(limit + 1, seed=6), f"above {limit}")[1] == "long"
+    assert deployment.deployment.config.thresholds == {"max_local_prefill_length": 200}
+    deployment.wait_until_idle()
 
 
 @pytest.fixture
 def never_free(tmp_path: Path) -> Iterator[Served]:
     arguments = ("--prefill-decider", "decode_occupancy", "--decode-busy-threshold", "0")
-    with served(demo_config("prefill_first", tmp_path / "run", worker_args=arguments)) as deployment:
+    config = demo_config("prefill_first", tmp_path / "run", model=str(vision_model()), worker_args=arguments)
+    with served(config) as deployment:
         yield deployment
 
 
@@ -118,32 +96,6 @@ def test_requests_are_kept_while_decode_counts_as_full(never_free: Served, oracl
     reasons = worker.labels("trtllm_disagg_requests_total", "reason")
     assert reasons >= {"load_unknown", "decode_busy", "decode_free"}
     never_free.wait_until_idle()
-
-
-@pytest.fixture
-def bypassing(tmp_path: Path) -> Iterator[Served]:
-    policy = {"policy": "isl_bounding", "eff_isl_threshold": LIMIT, "eff_isl_ratio_threshold": 0.9}
-    arguments = ("--router-conditional-disagg", "--router-conditional-disagg-config", json.dumps(policy))
-    with served(demo_config("router", tmp_path / "run", frontend_args=arguments)) as deployment:
-        yield deployment
-
-
-def test_dynamos_frontend_sends_prompts_that_decode_has_cached_past_prefill(
-    bypassing: Served,
-    oracle: Oracle,  # noqa: F811
-) -> None:
-    (prefill,) = (worker for worker in bypassing.workers if worker.role == "prefill")
-
-    def prefills_for(prompt: list[int]) -> int:
-        before = prefill.num_requests()
-        took(bypassing, oracle, prompt, "frontend")
-        bypassing.wait_until_idle()
-        return int(prefill.num_requests() - before)
-
-    prompt = ids(2 * LIMIT, seed=4000)
-    assert prefills_for(prompt) == 1
-    wait_until(lambda: prefills_for(prompt) == 0, "the frontend knows what decode has cached")
-    assert prefills_for(ids(2 * LIMIT, seed=4001)) == 1
 
 
 def command(*args: str) -> subprocess.CompletedProcess[str]:

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.deployments import wait_until
-from trtllm_disagg.processes.exits import ExitCode
+from tests.support.deployments import ROOT, wait_until
+from trtllm_disagg.common.exits import ExitCode
 from trtllm_disagg.tools.up.command_socket import COMMAND_SOCKET
 from trtllm_disagg.tools.up.plan import LOOPBACK
 from trtllm_disagg.tools.up.run_dir import RunDir
@@ -78,8 +78,8 @@ def has_begun(command: psutil.Process, directory: Path) -> bool:
 
 
 ON_ITS_OWN: dict[str, IsAtWork] = {
-    "demo-model {directory}/model": has_begun,
-    "bench overhead --quick --strategy agg": has_children,
+    "trtllm_disagg demo-model {directory}/model": has_begun,
+    "benchmarks.overhead --quick --strategy agg": has_children,
 }
 CLIENTS = ("doctor --url {url}", "top --once --url {url}", "switch --run-dir {run_dir} --to prefill_first")
 
@@ -89,8 +89,9 @@ def interrupted(words: str, directory: Path, is_at_work: IsAtWork) -> tuple[int,
     said = directory / "said"
     with said.open("wb") as out:
         running = subprocess.Popen(
-            [sys.executable, "-m", "trtllm_disagg", *words.split()],
+            [sys.executable, "-m", *words.split()],
             stdin=subprocess.DEVNULL,
+            cwd=ROOT,
             stdout=out,
             stderr=out,
             start_new_session=True,
@@ -121,7 +122,7 @@ def test_ctrl_c_ends_a_command_that_works_and_all_that_it_started(words: str, tm
 
 @pytest.mark.parametrize("words", CLIENTS)
 def test_ctrl_c_ends_a_command_that_waits_for_an_answer(words: str, silent: Silent, tmp_path: Path) -> None:
-    asked = words.format(url=silent.url, run_dir=silent.run_dir)
+    asked = f"trtllm_disagg {words}".format(url=silent.url, run_dir=silent.run_dir)
     code, said = interrupted(asked, tmp_path, silent.is_asked)
     assert "Traceback" not in said
     assert code == ExitCode.INTERRUPTED

@@ -46,7 +46,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "seed": 6, "presence_penalty": 0.7},
     {"temperature": 0, "logprobs": 1},
 )
-PROMPTS = [f"request number {i} of several" for i in range(12)]
+PROMPTS = [f"request number {i} of several" for i in range(8)]
 
 
 async def ask(

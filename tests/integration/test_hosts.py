@@ -1,4 +1,4 @@
-"""Three hosts as in docs/how-to/cluster.md, whose commands run here as they are: network namespaces on one bridge, etcd
+"""Runs the commands of docs/how-to/cluster.md as they are, on three hosts: network namespaces on one bridge, etcd
 and NATS on A, frontends on A and B, prefill on B, decode on C.
 
 `make test-hosts` has the full lengths of the outages, the embedded engine and its KV, and the planes on NATS:
@@ -314,7 +314,7 @@ def test_the_side_with_etcd_serves_during_a_partition_and_the_other_returns_with
     wait_until(lambda: serve_all(cluster), "both frontends answer again", START_SECONDS)
     wait_until(lambda: "prefill_queue_ms" in ask(cluster, "A")[1], "a prefill worker is used", START_SECONDS)
     assert workers(cluster) == before
-    assert "it enters again" in cluster.log("B", "prefill")
+    assert "entering again" in cluster.log("B", "prefill")
 
 
 def test_all_return_with_their_engines_when_etcd_was_down_and_is_empty(cluster: Cluster) -> None:

@@ -33,6 +33,8 @@ OF_OPERATOR = {
     "DYN_PARENT_DGD_K8S_NAME": "demo",
     "DYN_PARENT_DGD_K8S_NAMESPACE": "serving",
     "POD_NAMESPACE": "serving",
+    # Of Dynamo's 5 s: one frontend learns at once that a worker leaves.
+    "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
     # Of this machine of one: nothing listens elsewhere.
     "DYN_LOG": "info,tower_http=off",
     "DYN_SYSTEM_HOST": LOOPBACK,
@@ -76,7 +78,7 @@ def on_an_engine_of_ours(component: Manifest, engine: str) -> None:
 
 @dataclass(frozen=True)
 class Graph:
-    """The deployment of a manifest, whose workers have a model."""
+    """The deployment of a manifest, with a model for its workers."""
 
     kubelet: Kubelet
     cluster: Cluster
@@ -184,16 +186,8 @@ def reader_of_steps(component: str, out: Path) -> Sequence[str]:
     """The command of Dynamo's own reader of the metrics that its Planner decides by."""
     return (
         *("-m", "dynamo.common.recv_forward_pass_metrics", "--namespace", WORKERS_NAMESPACE),
-        *(
-            "--component",
-            component,
-            "--request-plane",
-            "tcp",
-            "--output",
-            str(out),
-            "--flush-interval",
-            "0.1",
-        ),
+        *("--component", component, "--request-plane", "tcp"),
+        *("--output", str(out), "--flush-interval", "0.1"),
     )
 
 

@@ -103,16 +103,6 @@ def test_a_repeated_prefix_goes_to_its_holder(pair: Served) -> None:
             assert routed.cached_tokens == PREFIX
 
 
-def test_fresh_prompts_go_to_both(pair: Served) -> None:
-    seen: set[int] = set()
-
-    def both_seen() -> bool:
-        seen.update(complete(pair, fresh(64)).worker_ids)
-        return seen == {worker.instance_id for worker in pair.first_stage}
-
-    wait_until(both_seen, "both were chosen")
-
-
 def test_second_stage_gets_requests_from_the_first_stage_only(pair: Served) -> None:
     pair.wait_until_idle()
     before_first, before_second = requests(pair, pair.first_stage), requests(pair, pair.second_stage)

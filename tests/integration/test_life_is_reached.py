@@ -23,9 +23,9 @@ from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.dynamo_runtime.listing import ServedEndpoints
 from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
-from trtllm_disagg.errors import ConfigError, EngineLostError
-from trtllm_disagg.handlers.cancellation import WorkerDrain
-from trtllm_disagg.prefill_queue import NoPrefillQueue
+from trtllm_disagg.errors import ConfigError, EngineLostError, WorkerLeavingError
+from trtllm_disagg.handlers.drain import WorkerDrain
+from trtllm_disagg.prefill_queue import WorkerQueue
 from trtllm_disagg.worker import process
 from trtllm_disagg.worker.life import TABLE, Action, Event, Life, State
 from trtllm_disagg.worker.process import WorkerProcess
@@ -67,7 +67,8 @@ class Rig:
         self.lives: list[Life] = []
         self.runtimes: list[Runtime] = []
         self.drains: list[WorkerDrain] = []
-        self.admin: Any = None
+        #: At the system port.
+        self.routes: dict[str, Any] = {}
         self._patch = patch
         self._files = directory / "discovery"
         self._key = AdminKey.create(directory / "key")
@@ -82,7 +83,7 @@ class Rig:
             return happened(life, event)
 
         def kept(runtime: Runtime, path: str, route: Any) -> None:
-            self.admin = route if path == ADMIN_ROUTE else self.admin
+            self.routes[path] = route
             register(runtime, path, route)
 
         patch.setattr(Life, "happened", noted)
@@ -159,6 +160,13 @@ class Rig:
             await asyncio.sleep(0.01)
 
     # -- what happens
+
+    async def admin(self, request: dict[str, Any]) -> Any:
+        return await self.routes[ADMIN_ROUTE](request)
+
+    async def status(self, path: str = "status") -> tuple[str, int, bool]:
+        told = await self.routes[path]({})
+        return told["state"], told["requests"], told["safe_to_delete"]
 
     async def command(self, command: Command) -> dict[str, Any]:
         request = Signer(self._key).request(command, self.runtimes[-1].instance_id)
@@ -393,7 +401,7 @@ async def dies_while_it_drains(rig: Rig) -> None:
 
 
 async def hands_requests_back_and_is_told_to_stop_when_it_is_over(rig: Rig) -> None:
-    ending = rig.gate(NoPrefillQueue, "aclose")
+    ending = rig.gate(WorkerQueue, "aclose")
     async with rig.runs("--drain-seconds", "0") as running:
         await rig.comes_to(State.SERVING)
         request = rig.drains[-1].enter()
@@ -409,7 +417,7 @@ async def hands_requests_back_and_is_told_to_stop_when_it_is_over(rig: Rig) -> N
 
 
 async def dies_when_it_is_over(rig: Rig) -> None:
-    ending = rig.gate(NoPrefillQueue, "aclose")
+    ending = rig.gate(WorkerQueue, "aclose")
     async with rig.runs() as running:
         await rig.comes_to(State.SERVING)
         await rig.flips()
@@ -421,7 +429,45 @@ async def dies_when_it_is_over(rig: Rig) -> None:
         await running
 
 
+async def pauses_for_its_requests_and_resumes(rig: Rig) -> None:
+    async with rig.runs("--admin-routes", "--drain-seconds", "0.1") as running:
+        await rig.comes_to(State.SERVING)
+        request = rig.drains[-1].enter()
+        assert await rig.status("drain") == ("unlisted", 1, False)
+        await rig.comes_to(State.DRAINING)
+        assert rig.listed() == []
+        while not (waits_for := (await rig.routes["status"]({}))["waits_for"]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert waits_for.startswith("1 requests still run after 0.1 s")
+        with pytest.raises(WorkerLeavingError, match="not drained by a pause: it is draining"):
+            await rig.status("resume")
+        assert await rig.status("drain") == ("draining", 1, False)
+        rig.drains[-1].leave(request)
+        while not (await rig.status())[2]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert await rig.status() == ("drained", 0, True)
+        await rig.status("resume")
+        await rig.reaches(State.OVER, Event.NEXT)
+        await rig.comes_to(State.SERVING)
+        assert rig.listed() != []
+        rig.stop()
+    await running
+
+
+async def pauses_while_it_registers_and_is_told_to_stop(rig: Rig) -> None:
+    rig.gate(StartupChecks, "before_registering")
+    async with rig.runs("--admin-routes") as running:
+        await rig.comes_to(State.LISTED)
+        await rig.status("drain")
+        await rig.comes_to(State.DRAINING)
+        rig.stop()
+    await running
+    assert len(rig.runtimes) == 1
+
+
 LIVES: dict[Any, set[Row]] = {
+    pauses_for_its_requests_and_resumes: {(State.SERVING, Event.PAUSE), (State.DRAINING, Event.RESUME)},
+    pauses_while_it_registers_and_is_told_to_stop: {(State.LISTED, Event.PAUSE)},
     flips_and_stops: {
         (State.LOADING, Event.LOADED),
         (State.LISTED, Event.PAIRED),

@@ -36,21 +36,18 @@ class Deployment(DynamoDeployment):
         pace = json.dumps({"recording": {"step_seconds": STEP_SECONDS}})
         words = ["trtllm_disagg", "worker", "--engine", "recording", "--model", str(demo_model())]
         words += ["--served-model-name", "slow", "--admin-key-file", str(key), "--override-engine-args", pace]
-        words += [
-            "--drain-seconds",
-            "60",
-            "--disaggregation-strategy",
-            "decode_first",
-            "--disaggregation-mode",
-        ]
+        words += ["--drain-seconds", "60", "--disaggregation-strategy", "decode_first"]
+        words += ["--disaggregation-mode"]
         self.start_workers({name: [*words, role] for name, role in roles.items()})
 
     def describe(self, worker: str) -> dict[str, Any]:
         return self.asks(worker, {})
 
     def is_in(self, worker: str, **description: Any) -> bool:
+        """A worker between two role terms does not answer for a moment: its next runtime has no route yet."""
         with contextlib.suppress(OSError):
-            return self.describe(worker).items() >= description.items()
+            status, content = self.post("/engine/trtllm_disagg", {}, self.system_ports[worker])
+            return status == 200 and json.loads(content).items() >= description.items()
         return False
 
     def becomes(self, worker: str, **description: Any) -> None:
@@ -77,7 +74,7 @@ def answering(place: Deployment) -> Iterator[Future[tuple[int, bytes]]]:
     """A request that is answered in full, whatever the block does."""
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(place.post, COMPLETIONS, body(TOKENS))
-        place.wait_until(lambda: place.describe("decode")["whole_requests"] == 1, "it runs")
+        place.wait_until(lambda: place.describe("decode")["client_requests"] == 1, "it runs")
         yield asked
         status, content = asked.result()
         assert (status, json.loads(content)["usage"]["completion_tokens"]) == (200, TOKENS), content
@@ -96,7 +93,7 @@ def test_a_flip_of_the_only_first_stage_keeps_its_namespace_closed_for_no_longer
         assert place.commands("decode", Flip("prefill", force=True)) == {"answer": {"warnings": []}}
         refused = place.commands("decode", Flip("prefill", force=True))["error"]
         assert (refused["code"], "it is unlisted" in refused["message"]) == ("Leaving", True)
-        place.becomes("decode", state="draining", becomes="prefill", ready=True, whole_requests=1)
+        place.becomes("decode", state="draining", becomes="prefill", ready=True, client_requests=1)
         place.start(successor="decode")
         place.wait_until(lambda: place.post(COMPLETIONS, body(1))[0] == 200, "another first stage serves")
         assert not asked.done(), "the last request of the old one still runs"
@@ -104,19 +101,6 @@ def test_a_flip_of_the_only_first_stage_keeps_its_namespace_closed_for_no_longer
     place.becomes("decode", state="serving", becomes="", role="prefill")
     assert place.describe("decode")["flipped_from"] == was != place.describe("decode")["instance"]
     assert place.commands("decode", Set({"max_queued_requests": 7}))["answer"]["changed"]
-
-
-def test_a_worker_told_to_leave_at_its_system_port_answers_when_it_has_drained(place: Deployment) -> None:
-    place.start_frontend()
-    place.start(prefill="prefill", decode="decode")
-    place.wait_ready(body(1))
-    with ThreadPoolExecutor() as threads, answering(place) as asked:
-        left = threads.submit(place.commands, "decode", Leave(60.0))
-        place.becomes("decode", state="draining", becomes="")
-        assert not left.done()
-        asked.result()
-        assert left.result() == {"answer": {"requests_left": 0}}
-    place.wait_until(lambda: place.exit_code("decode") == 0, "it has ended")
 
 
 def test_a_worker_describes_itself_while_it_loads_and_takes_no_command_then(

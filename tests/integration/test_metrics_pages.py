@@ -63,7 +63,9 @@ def test_dynamos_dashboards_and_planner_find_what_they_ask_for(strategy: str, de
 
 
 @every_order
-def test_our_dashboard_and_alerts_find_what_they_ask_for(strategy: str, deployed: Served) -> None:
+def test_our_dashboard_and_alerts_find_what_they_ask_for_and_no_series_is_there_twice(
+    strategy: str, deployed: Served
+) -> None:
     series = everything(pages_of(deployed))
     asked = [(name, each) for name, query in expressions().items() for each in selectors(query)]
     assert len(asked) > 30
@@ -73,11 +75,6 @@ def test_our_dashboard_and_alerts_find_what_they_ask_for(strategy: str, deployed
         if selector.name not in ELSEWHERE and not any(asks_for(selector, each) for each in series)
     ]
     assert lacking == []
-
-
-@every_order
-def test_no_series_is_on_a_page_twice(strategy: str, deployed: Served) -> None:
-    pages_of(deployed)
     for worker in deployed.workers:
         shown = [(each.name, tuple(sorted(each.labels.items()))) for each in series_of(worker.page())]
         assert len(shown) == len(set(shown))

@@ -29,7 +29,7 @@ MAX_TOKENS = 24
 TIME_SCALE = 2
 BLOCK_BYTES = TOKENS_PER_BLOCK * MEASURED["kv_bytes_per_token"]
 #: Of a block's KV on its way, by this machine's clock: a link that is slow on purpose. All else takes less.
-BLOCK_SECONDS = 1.0
+BLOCK_SECONDS = 0.5
 
 
 def write_model(directory: Path) -> Path:
@@ -99,7 +99,7 @@ async def one_started_as_before_the_switch_follows_it(config: DeploymentConfig) 
         process.terminate()
         await process.wait()
     said = process.log.read_text()
-    assert "the other workers were switched meanwhile: decode_first in place of prefill_first" in said
+    assert "the other workers were switched meanwhile: decode_first instead of prefill_first" in said
     assert process.ended_well, said
 
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.support.deployments import DEMO_CONFIGS, WORKER_SIDE, Served, Worker, served, wait_until
+from tests.support.deployments import DEMO_CONFIGS, RUN_BY_WORKERS, Served, Worker, served
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 from trtllm_disagg.tools.up.up_command import engine_configs_in
 
@@ -22,7 +21,7 @@ FIRST_TOKEN, LAST_TOKEN = 2, 250
 FACT = {"prefill_first": "decode_instance", "decode_first": "prefill_instance"}
 
 
-@pytest.fixture(scope="module", params=WORKER_SIDE)
+@pytest.fixture(scope="module", params=RUN_BY_WORKERS)
 def pair(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -93,28 +92,6 @@ def test_a_repeated_prefix_goes_to_its_holder(pair: Served) -> None:
     assert at_home >= 0.9 * total, f"{at_home} of {total}"
 
 
-def test_cache_salt_separates_prefixes_on_both_stages(pair: Served) -> None:
-    """The same text under another salt is another one: nothing is reused, nothing saved in transfer."""
-    prompt = fresh(PREFIX + 1)
-
-    def cached(salt: str) -> int:
-        return ask(pair, prompt, **pin(pair.second_stage[0]), cache_salt=salt).cached_tokens
-
-    def saved() -> float:
-        """A counter of bytes; it follows some steps behind."""
-        return pair.total("trtllm_disagg_kv_bytes_saved_total") - before
-
-    before = pair.total("trtllm_disagg_kv_bytes_saved_total")
-    assert cached("a") == 0
-    assert cached("a") == PREFIX
-    wait_until(saved, "the second time decode has most of the KV")
-    once = saved()
-    assert cached("b") == 0
-    assert cached("a") == PREFIX
-    wait_until(lambda: saved() > once, "the third time, too")
-    assert saved() == 2 * once
-
-
 def test_a_pinned_request_goes_to_the_pinned_instance(pair: Served) -> None:
     for worker in pair.second_stage:
         number = worker.instance_id
@@ -136,11 +113,3 @@ def test_a_pinned_request_goes_to_the_pinned_instance(pair: Served) -> None:
                 assert (answered.instance_id, answered.fallbacks) == (number, [])
     both = {ask(pair, fresh(BLOCK), **pin(*pair.second_stage)).instance_id for _ in range(6)}
     assert both == {worker.instance_id for worker in pair.second_stage}
-
-
-def test_without_a_first_stage_there_is_no_model(pair: Served) -> None:
-    """The second stage's card is for KV routers only. The last test: it costs the first stage."""
-    (process,) = [each for each in pair.deployment.processes if each.name == pair.first_stage[0].name]
-    psutil.Process(process.pid).terminate()
-    wait_until(lambda: post(pair, fresh(BLOCK)).status_code == 404, "the frontend has no such model")
-    assert pair.openai.models.list().data == []

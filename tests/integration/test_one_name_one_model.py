@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.dynamo_deployment import COMPLETIONS, START_TIMEOUT, DynamoDeployment
-from trtllm_disagg.model_directory import fingerprint
+from trtllm_disagg.common.model_directory import fingerprint
 
 #: No model is loaded: what is refused is refused before that.
 WORKER = ["trtllm_disagg", "worker", "--engine", "recording"]
@@ -77,18 +77,6 @@ def test_the_second_of_two_models_behind_one_name_is_refused(
         ), said
         assert "--served-model-name and --namespace" in said
         assert "Traceback" not in said
-
-
-def test_a_worker_that_was_killed_holds_up_no_other(
-    place: DynamoDeployment, checkpoints: Checkpoints
-) -> None:
-    place.start_workers({"old": worker(checkpoints("llama"))})
-    serves(place, "old")
-    place.kill("old")
-    # For the ten seconds of its lease it looks as if it were there.
-    assert len(list((place.directory / "discovery" / "v1" / "instances").iterdir())) == 1
-    place.start_workers({"new": worker(checkpoints("llama", 1))})
-    serves(place, "new")
 
 
 # -- a first stage without a second one

@@ -14,9 +14,7 @@ import psutil
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.integration.test_changes_under_load import scale, switch
 from tests.integration.test_faults import PROMPTS, Said, ask, ask_all, config, texts, told
-from tests.support.load import Load, bodies
 from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import LOOPBACK
@@ -72,11 +70,20 @@ async def falls_to_zero(client: httpx.AsyncClient, process: ManagedProcess, name
 async def a_prefill_worker_dies_under_load(
     client: httpx.AsyncClient, deployment: Deployment, undisturbed: list[Said]
 ) -> None:
+    """It was frozen before: it has tickets, accepted offers and calls."""
     running = [asyncio.create_task(ask(client, deployment, i, 100)) for i in range(len(PROMPTS))]
     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED, timeout=0.2)
-    psutil.Process(deployment.of_role("prefill")[0].pid).kill()
-    assert texts([await task for task in running]) == undisturbed
+    dying = psutil.Process(deployment.of_role("prefill")[0].pid)
+    dying.suspend()
+    running += [asyncio.create_task(ask(client, deployment, i, 100)) for i in range(len(PROMPTS))]
+    leaving = [asyncio.create_task(ask(client, deployment, i, 100)) for i in range(len(PROMPTS))]
+    await asyncio.sleep(1.0)
+    for client_that_leaves in leaving:
+        client_that_leaves.cancel()
+    dying.kill()
+    assert texts([await task for task in running]) == undisturbed * 2
     assert texts(await ask_all(client, deployment, 100)) == undisturbed
+    await asyncio.gather(*leaving, return_exceptions=True)
 
 
 async def nats_goes_and_comes_back(
@@ -103,30 +110,3 @@ async def nats_goes_and_comes_back(
     finally:
         again.kill()
         await again.wait()
-
-
-async def test_prefills_are_queued_before_and_after_a_switch_under_load(
-    checkpoints: Checkpoints, tmp_path: Path, client: httpx.AsyncClient
-) -> None:
-    """Also those of, and on, a prefill worker that came between."""
-    setting = replace(
-        config("prefill_first", checkpoints("llama"), tmp_path / "run"),
-        engine="recording",
-        engine_configs={},
-        prefill_dispatch="queue",
-    )
-    async with running_deployment(setting) as deployment:
-        load = Load(client, deployment.base_url, bodies("tiny", 4))
-        await load.learn()
-        async with load.running(at_once=2):
-            for to in ("decode_first", "prefill_first"):
-                assert await switch(deployment, to) == 0
-                assert await scale(deployment, prefill=2, decode=1) == {"prefill": 2, "decode": 1}
-                pulled_by: set[str] = set()
-                async with asyncio.timeout(30):
-                    while len(pulled_by) < 2:
-                        said = told(await ask(client, deployment, 0))
-                        assert said["strategy"] == to
-                        assert "prefill_queue_ms" in said, "it went through the queue"
-                        pulled_by.add(said["prefill_instance"])
-        assert load.wrong == []

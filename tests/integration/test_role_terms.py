@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -15,19 +16,25 @@ import pytest
 from tests.integration.test_changes_under_load import flip, pinned
 from tests.support.deployments import Worker, demo_config, wait_until
 from tests.support.hard_worker import KV_DIRECTORY, LEASE_ENDS
+from tests.support.house_walls import LOADED, loaded_in
 from tests.support.load import Body
 from tests.support.mounted_recording import mounted_recording_llm
+from trtllm_disagg.common.interpreter import python
 from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX
-from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
-from trtllm_disagg.tools.up.plan import ProcessRole
+from trtllm_disagg.tools.up.plan import LOOPBACK, ProcessRole
 
 pytestmark = pytest.mark.process
 
 PROMPT_TOKENS, NUM_REQUESTS = 100, 20
 OTHER: dict[str, ProcessRole] = {"prefill": "decode", "decode": "prefill"}
 
+TO_BOTH = ("--max-local-prefill-length", f"{PROMPT_TOKENS // 2}")
+PUSHES = (
+    *("--schedule-style", "generation_first", "--override-engine-args"),
+    '{"cache_transceiver_config": {"backend": "NIXL", "transceiver_runtime": "PYTHON"}}',
+)
 ROOT = Path(__file__).parents[2]
 
 
@@ -90,7 +97,7 @@ class Flipping:
 
 @asynccontextmanager
 async def flipping(
-    directory: Path, strategy: str, role: ProcessRole, patch: pytest.MonkeyPatch
+    directory: Path, strategy: str, role: ProcessRole, patch: pytest.MonkeyPatch, *worker_args: str
 ) -> AsyncIterator[tuple[Flipping, ManagedProcess]]:
     (directory / "kv").mkdir()
     patch.setenv(KV_DIRECTORY, str(directory / "kv"))
@@ -101,6 +108,7 @@ async def flipping(
         engine="tensorrt_llm",
         engine_configs={},
         worker_command=python("-m", "tests.support.hard_worker"),
+        worker_args=worker_args,
         prefill_workers=1 + (role == "prefill"),
         decode_workers=1 + (role == "decode"),
     )
@@ -128,14 +136,25 @@ def open_files(process: ManagedProcess) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "role", "num_flips"),
-    [("decode_first", "decode", 6), ("prefill_first", "prefill", 2), ("router", "prefill", 2)],
+    ("strategy", "role", "num_flips", "flags"),
+    [
+        ("decode_first", "decode", 6, ()),
+        ("prefill_first", "prefill", 2, ()),
+        ("router", "prefill", 2, ()),
+        ("auto", "decode", 2, TO_BOTH),
+        ("decode_first", "decode", 2, PUSHES),
+    ],
 )
 async def test_each_role_term_publishes_all_statistics_and_events_and_leaves_no_socket(
-    strategy: str, role: ProcessRole, num_flips: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str,
+    role: ProcessRole,
+    num_flips: int,
+    flags: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     is_first_stage = strategy != "router"
-    async with flipping(tmp_path, strategy, role, monkeypatch) as (place, flips):
+    async with flipping(tmp_path, strategy, role, monkeypatch, *flags) as (place, flips):
         await place.all_is_told(flips)
         known = place.new_prompt()
         if is_first_stage:
@@ -167,3 +186,31 @@ async def test_each_role_term_publishes_all_statistics_and_events_and_leaves_no_
         await place.all_is_told(flips)
         if is_first_stage:
             assert await place.hit_rate(flips, known) > 0.7
+
+
+def drain_and_resume(process: ManagedProcess) -> None:
+    with httpx.Client(timeout=60, base_url=f"http://{LOOPBACK}:{process.spec.system_port}/engine") as worker:
+
+        def is_in(state: str) -> bool:
+            with contextlib.suppress(httpx.TransportError):  # between two role terms
+                return bool(worker.post("/status", json={}).json()["state"] == state)
+            return False
+
+        for route, state in (("drain", "drained"), ("resume", "serving")):
+            assert worker.post(f"/{route}", json={}).status_code == 200
+            wait_until(partial(is_in, state), state, 60)
+
+
+async def test_a_worker_on_tensorrt_llm_loads_nothing_of_engines_and_tools_in_all_its_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts, answers, flips, drains, answers again, and stops."""
+    monkeypatch.setenv(LOADED, str(tmp_path / "loaded"))
+    async with flipping(tmp_path, "decode_first", "decode", monkeypatch, "--admin-routes") as (place, flips):
+        await place.ask(place.new_prompt())
+        code, said = await flip(place.deployment, place.worker(flips).instance_id, "prefill")
+        assert (code, flips.role) == (0, "prefill"), said
+        await place.ask(place.new_prompt())
+        drain_and_resume(flips)
+        await place.ask(place.new_prompt())
+    assert loaded_in(tmp_path / "loaded") == (3, [])

@@ -20,7 +20,7 @@ from tests.integration.test_faults import config
 from tests.support.dynamo_deployment import COMPLETIONS, START_TIMEOUT, DynamoDeployment
 from tests.support.load import Load, bodies, first_stage
 from trtllm_disagg.admin.keys import AdminKey
-from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.common.interpreter import python
 from trtllm_disagg.tools.up.lifecycle import running_deployment
 from trtllm_disagg.tools.up.plan import LOOPBACK
 
@@ -54,7 +54,7 @@ async def test_under_load_each_request_is_answered_in_full_by_workers_of_one_rev
 
     workers = len(old)
     assert not {*old} & {*deployment.processes}
-    assert told == f"v2 serves by {workers} workers; {workers} have left, and gave up 0 requests\n"
+    assert told == f"v2 serves with {workers} workers; {workers} old ones stopped, 0 requests given up\n"
     pairs = set[tuple[int, str | None]]()
     assert all("instead of" in each for each in load.wrong), "a request failed"
     for turn, answer in load.answered:
@@ -110,7 +110,7 @@ async def test_workers_that_were_started_by_hand_are_replaced_under_load_without
             place.start_workers(pair("v2"))
             told = await command("rollout", *where, "--from", "v1", "--to", "v2")
             await load.answers(6)
-    assert told == "v2 serves by 2 workers; 2 have left, and gave up 0 requests\n"
+    assert told == "v2 serves with 2 workers; 2 old ones stopped, 0 requests given up\n"
     assert load.wrong == []
     assert len(load.answered_by) == 2
     place.wait_until(lambda: {place.exit_code(name) for name in pair("v1")} == {0}, "v1 has ended")
@@ -125,11 +125,11 @@ def git(*words: str) -> bytes:
 
 @pytest.fixture
 def python_before(tmp_path: Path) -> Path:
-    """An interpreter whose trtllm_disagg is from the wheel of the release before."""
+    """An interpreter with trtllm_disagg from the previous release's wheel."""
     log = (ROOT / "CHANGELOG.md").read_text()
-    release = next(line for line in log.splitlines() if re.match(r"## \d", line))
+    named, *_ = re.findall(r"^## \d\S* \(.*\b([0-9a-f]{8,40})\)$", log, re.MULTILINE)
     commit = git("describe", "--tags", "--abbrev=0", "HEAD^") or git(
-        "log", "-1", "--format=%H", f"-S{release}", "--", "CHANGELOG.md"
+        "rev-parse", "-q", "--verify", f"{named}^0"
     )
     if not commit:
         pytest.skip("the commit of the release before is not in this clone")

@@ -6,15 +6,13 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.support.deployments import Served, served, wait_until
-from trtllm_disagg.cli import run
+from tests.support.deployments import Served, served
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 
 MODEL = "tiny"
@@ -80,25 +78,3 @@ def test_a_flood_is_answered_or_refused_and_leaves_nothing(deployment: Served) -
     # Refusing it did not make the frontend leave the worker alone.
     (answer,) = asyncio.run(flood(deployment, 1))
     assert end_of(answer) == "answered"
-
-
-def test_an_overloaded_second_stage_is_neither_dead_nor_the_callers_fault(deployment: Served) -> None:
-    deployment.wait_until_idle()
-    (prefill,), (decode,) = deployment.of_role("prefill"), deployment.of_role("decode")
-    for worker, bound in ((prefill, 1), (decode, 100)):
-        set_bound(deployment, f"{worker.instance_id:x}", bound)
-
-    answers = asyncio.run(flood(deployment, 40, max_tokens=4))
-
-    assert Counter(map(end_of, answers)) == {"answered": 40}
-    wait_until(lambda: prefill.metric("trtllm_disagg_requests_shed_total") > 0, "prefill has refused some")
-    assert any("overloaded" in answer.text for answer in answers), "the answer says why it ran locally"
-    assert "times in a row" not in decode.log.read_text()
-    deployment.wait_until_idle()
-
-
-def set_bound(deployed: Served, instance: str, bound: int) -> None:
-    run_dir = str(Path(deployed.deployment.config.run_dir))
-    assert (
-        run(["set", "--run-dir", run_dir, "--instance", instance, "--max-queued-requests", str(bound)]) == 0
-    )

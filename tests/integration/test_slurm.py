@@ -75,6 +75,7 @@ def test_a_job_answers_with_ranks_that_srun_started(
         HEAD_ADDRESS=LOOPBACK,
         FIRST_SYSTEM_PORT=str(system_port),
         DYN_TCP_RPC_HOST=LOOPBACK,
+        DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS="0.2",
         TMPDIR=str(tmp_path),
         **{MARK_VARIABLE: mark},
     )

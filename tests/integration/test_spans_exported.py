@@ -38,18 +38,17 @@ def covered(nodes: list[Node], start: int, end: int) -> float:
     return total / (end - start)
 
 
-@pytest.mark.parametrize("strategy", ["decode_first", "router"])
 def test_a_request_is_one_trace_over_frontend_and_workers(
-    strategy: str, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pace = tmp_path / "engine.yaml"
     pace.write_text(json.dumps({"recording": {"step_seconds": STEP_SECONDS}}))
     config = demo_config(
-        strategy,
+        "decode_first",
         tmp_path / "run",
         engine="recording",
         model=str(checkpoints("llama")),
-        engine_configs=dict.fromkeys(spec_of(strategy).roles, pace),
+        engine_configs=dict.fromkeys(spec_of("decode_first").roles, pace),
     )
     with collecting(tmp_path / "collected.jsonl") as collector:
         for name, value in collector.environment.items():
@@ -71,8 +70,6 @@ def test_a_request_is_one_trace_over_frontend_and_workers(
     ours = [node for node in trace.nodes if node.is_ours]
     workers = {node.worker.partition("-")[0] for node in ours}
     assert workers == {"prefill", "decode"}
-    requests = [node for node in ours if node.span.name == "request"]
-    assert len(requests) == (2 if strategy == "router" else 1)
-    parts = [child for request in requests for child in request.children]
+    (request,) = (node for node in ours if node.span.name == "request")
     frontend = trace.roots[0].span
-    assert covered(parts, frontend.start, frontend.end) >= LEAST_COVERED
+    assert covered(request.children, frontend.start, frontend.end) >= LEAST_COVERED

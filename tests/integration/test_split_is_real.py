@@ -81,25 +81,3 @@ def test_each_phase_runs_on_its_workers_engine_and_cached_blocks_are_not_moved_a
     once_and_the_end = work(decode=2 * (TOKENS - 1), pulls=2, blocks=math.ceil(300 / BLOCK) + 1)
     prefilled = work(prefill=300 + 300 % BLOCK)
     assert_work(deployed, before, {"prefill": prefilled, "decode": once_and_the_end})
-
-
-@pytest.mark.parametrize("strategy", DISAGGREGATED)
-def test_an_answer_of_one_token_never_reaches_a_decode_worker(strategy: str, deployed: Served) -> None:
-    """Except under Dynamo's router, which does not tell prefill how many tokens are wanted."""
-    deployed.wait_until_idle()
-    before = {role: work_of(deployed, role) for role in ("prefill", "decode")}
-
-    deployed.openai.completions.create(model=MODEL_NAME, prompt=fresh_prompt(100), max_tokens=1)
-
-    fetched = work(pulls=1, blocks=math.ceil(100 / BLOCK)) if strategy == "router" else work()
-    assert_work(deployed, before, {"prefill": work(prefill=100), "decode": fetched})
-
-
-@pytest.mark.parametrize("strategy", ["agg"])
-def test_agg_does_both_and_moves_nothing(strategy: str, deployed: Served) -> None:
-    deployed.wait_until_idle()
-    before = {"agg": work_of(deployed, "agg")}
-
-    complete(deployed, fresh_prompt(300))
-
-    assert_work(deployed, before, {"agg": work(prefill=300, decode=TOKENS - 1)})

@@ -13,7 +13,7 @@ from threading import Event
 
 import pytest
 
-from tests.support.deployments import DISAGGREGATED, MODEL_NAME, WORKER_SIDE, Served, wait_until
+from tests.support.deployments import DISAGGREGATED, MODEL_NAME, RUN_BY_WORKERS, Served, wait_until
 from trtllm_disagg.engines.embedded.kv_transfer.transports import TRANSPORTS
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.trace.reading import Trace, find_trace, read_traces
@@ -81,10 +81,10 @@ def test_a_trace_has_both_phases_with_what_their_engines_took(strategy: str, dep
     assert transfer.attributes["kv_transfer.transport"] in TRANSPORTS
     assert transfer.attributes["kv_transfer.link"] == "this host"
     called = [stage for call, stage in CALLED.items() if call in {node.span.name for node in trace.nodes}]
-    assert len(called) == (strategy in WORKER_SIDE)
+    assert len(called) == (strategy in RUN_BY_WORKERS)
     (root,) = trace.roots
     assert (root.worker, root.span.name) == ("frontend", "http-request")
-    asked = ["request"] * (1 if strategy in WORKER_SIDE else 2)
+    asked = ["request"] * (1 if strategy in RUN_BY_WORKERS else 2)
     assert [node.span.name for node in root.children] == ["select", "dispatch", *asked]
 
 
@@ -104,7 +104,7 @@ FROM_PREFILL = (("prefill_first", "first"), ("decode_first", "second"))
 
 
 @pytest.mark.parametrize("stage", ["first", "second"])
-@pytest.mark.parametrize("strategy", WORKER_SIDE)
+@pytest.mark.parametrize("strategy", RUN_BY_WORKERS)
 def test_a_stage_that_stood_still_when_it_was_called_is_found_from_the_trace_alone(
     strategy: str, stage: str, deployed: Served
 ) -> None:

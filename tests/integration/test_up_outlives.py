@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from tests.support.deployments import DEMO_CONFIGS, demo_model
-from trtllm_disagg.processes.interpreter import python
+from trtllm_disagg.common.interpreter import python
 from trtllm_disagg.tools.up.run_dir import ProcessRecord, is_alive, read_processes
 
 #: Three loads, on a machine with other work to do.

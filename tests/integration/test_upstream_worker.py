@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.deployments import ROOT
 from tests.support.dynamo_deployment import COMPLETIONS, JSON, Answer, DynamoDeployment
 from tests.support.models import EOS, write_checkpoint
 from trtllm_disagg.engines.embedded import LLM, SamplingParams
@@ -86,7 +87,7 @@ def deployment(
 
 def worker_command(role: str, model: Path, directory: Path) -> list[str]:
     return [
-        *("trtllm_disagg.engines.embedded.mount", "-m", "dynamo.trtllm"),
+        *("tests.support.mount", "-m", "dynamo.trtllm"),
         *("--model", str(model), "--served-model-name", MODEL, "--gpus-per-node", "1"),
         *("--disaggregation-mode", role, "--extra-engine-args", str(directory / "engine.yaml")),
         *("--publish-kv-events", "--publish-metrics"),
@@ -176,8 +177,8 @@ def is_idle(deployment: DynamoDeployment) -> bool:
 
 def test_calls_of_a_request_are_counted_beside_those_of_upstreams_handlers() -> None:
     # In a process of its own: it mounts an engine as `tensorrt_llm`.
-    command = [sys.executable, "-m", "trtllm_disagg", "bench", "overhead", "--calls", "--upstream", "--json"]
-    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=120).stdout
+    command = [sys.executable, "-m", "benchmarks.overhead", "--calls", "--upstream", "--json"]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=120, cwd=ROOT).stdout
     figures = {each["figure"]: each["value"] for each in json.loads(printed)}
     for order in (
         "agg",
@@ -188,4 +189,4 @@ def test_calls_of_a_request_are_counted_beside_those_of_upstreams_handlers() -> 
         "dynamo.trtllm router",
     ):
         assert figures[f"{order} all"] == figures[f"{order} Python"] + figures[f"{order} C"]
-        assert min(figures[f"{order} C"], figures[f"{order} token"]) > 5
+        assert min(figures[f"{order} C"], figures[f"{order} token"]) > 1

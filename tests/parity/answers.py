@@ -95,6 +95,23 @@ def ask(client: OpenAI, question: Question) -> Answer | Refusal:
     return answer
 
 
+def ask_each(client: OpenAI, question: Question) -> list[Answer]:
+    """Its choices by index, each with the usage of all."""
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    answer = _create(client, question, **(options if question.stream else {}))
+    chunks = [chunk.model_dump() for chunk in (answer if question.stream else [answer])]
+    return [
+        _answer(
+            question.api,
+            [
+                chunk | {"choices": [each for each in _choices([chunk]) if each["index"] == i]}
+                for chunk in chunks
+            ],
+        )
+        for i in sorted({choice["index"] for choice in _choices(chunks)})
+    ]
+
+
 def float32(value: float) -> float:
     """The float32 of which `value` is some decimal or double form."""
     (rounded,) = struct.unpack("f", struct.pack("f", value))

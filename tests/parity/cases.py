@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.parity.answers import Api, Question
 from tests.parity.oracle import Oracle
+from trtllm_disagg.engines.demo_model.drawings import data_url, draw
 
 BOTH: tuple[Api, ...] = ("chat", "completions")
 
@@ -161,6 +162,53 @@ def _full_context(oracle: Oracle, api: Api) -> list[Question]:
     return [Question(api, ids(oracle.max_seq_len - 6, seed=2), {"ignore_eos": True})]
 
 
+# -- images: colours and shapes of the demo model's drawings, all of one size
+
+
+def seen(text: str, *drawings: str, **options: Any) -> Question:
+    """A chat about images, such as "red circle"."""
+    pairs = [each.split() for each in drawings]
+    images = [data_url(draw(colour, shape, random.Random(3))) for colour, shape in pairs]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    content = [{"type": "text", "text": text}, *parts]
+    return Question("chat", [{"role": "user", "content": content}], {"max_tokens": 16} | options)
+
+
+WHAT = "What is in the image?"
+
+
+def about(*drawings: str, **options: Any) -> Build:
+    return lambda oracle, api: [seen(WHAT, *drawings, **options)]
+
+
+def _swapped(oracle: Oracle, api: Api) -> list[Question]:
+    """The same text and length each time; the cache has the first image when the others come."""
+    drawings = ("red circle", "blue circle", "red circle", "red square")
+    return [seen(WHAT, each) for each in drawings]
+
+
+def _swapped_places(oracle: Oracle, api: Api) -> list[Question]:
+    pair = ("green triangle", "pink cross")
+    return [seen(WHAT, *pair), seen(WHAT, *pair[::-1])]
+
+
+def _image_turns(oracle: Oracle, api: Api) -> list[Question]:
+    first = seen(WHAT, "yellow square", max_tokens=24, ignore_eos=True)
+    second = seen("And this?", "blue cross").prompt
+    answer = {"role": "assistant", "content": oracle.answer(first).text}
+    return [first, replace(first, prompt=[*first.prompt, answer, *second])]
+
+
+def _image_across_chunks(oracle: Oracle, api: Api) -> list[Question]:
+    """An image that begins in prefill's first step and ends in its second, and ten images behind it."""
+    for count in range(150, 600):
+        question = seen(f"{words(count)} {WHAT}", *["red circle", "blue square"] * 5)
+        if 512 - oracle.prompt_ids(question).index(oracle.image_token) in range(1, 16):
+            return [question]
+    raise AssertionError("numbers are not tokens")
+
+
+CHAT: tuple[Api, ...] = ("chat",)
 COMPLETIONS: tuple[Api, ...] = ("completions",)
 _SEEDED = {"max_tokens": 24, "temperature": 0.9, "seed": 11}
 
@@ -193,9 +241,21 @@ CASES = (
     Case("around_blocks", _around_blocks, COMPLETIONS, reuses_answers=True),
     Case("long_prompt", _long_prompt),
     Case("full_context", _full_context, COMPLETIONS),
+    Case("image", about("red circle"), CHAT),
+    Case(
+        "image_seeded",
+        about("blue square", **_SEEDED, logprobs=True, top_logprobs=3, return_tokens_as_token_ids=True),
+        CHAT,
+    ),
+    Case("image_penalties", about("pink cross", frequency_penalty=0.9, repetition_penalty=1.3), CHAT),
+    Case("image_max_tokens_1", about("green circle", max_tokens=1), CHAT),
+    Case("images_swapped", _swapped, CHAT, reuses_answers=True),
+    Case("images_in_swapped_places", _swapped_places, CHAT, reuses_answers=True),
+    Case("image_turns", _image_turns, CHAT, reuses_answers=True),
+    Case("image_across_chunks", _image_across_chunks, CHAT),
 )
 
-#: 16 at once. All are single questions.
+#: All at once. All are single questions.
 MIXTURE = (
     *(("greedy", api, stream) for api in BOTH for stream in (False, True)),
     ("seeded_penalties", "chat", True),
@@ -210,4 +270,7 @@ MIXTURE = (
     ("logprobs_seeded", "chat", True),
     ("long_prompt", "completions", True),
     ("full_context", "completions", True),
+    ("image", "chat", True),
+    ("image_seeded", "chat", False),
+    ("image_across_chunks", "chat", True),
 )

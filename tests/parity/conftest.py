@@ -8,14 +8,14 @@ import pytest
 
 from tests.parity.answers import Answer, Question, Refusal, ask
 from tests.parity.oracle import Oracle
-from tests.support.deployments import Fleet, demo_model
+from tests.support.deployments import Fleet, vision_model
 
 Answers = list[Answer | Refusal]
 
 
 @pytest.fixture(scope="session")
 def oracle() -> Iterator[Oracle]:
-    oracle = Oracle(demo_model())
+    oracle = Oracle(vision_model())
     yield oracle
     oracle.close()
 

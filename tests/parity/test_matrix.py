@@ -13,6 +13,7 @@ from openai import BadRequestError
 
 from tests.parity.answers import Answer, Api, Question, Refusal, ask, without_cached_tokens
 from tests.parity.cases import BOTH, CASES, MIXTURE, ROOM, Case, ids, say
+from tests.parity.choices import Beside, check_choices
 from tests.parity.conftest import Examination
 from tests.parity.oracle import Oracle
 from tests.support.deployments import FIXED, MODEL_NAME, Fleet, Served
@@ -20,7 +21,6 @@ from tests.support.deployments import FIXED, MODEL_NAME, Fleet, Served
 CASE = {case.name: case for case in CASES}
 
 every_strategy = pytest.mark.parametrize("strategy", FIXED)
-both_ways = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
 #: Each case by each API, and in both ways where it has two: what makes one answer of chunks is Dynamo's.
@@ -60,23 +60,32 @@ def test_same_answers_when_all_are_asked_at_once(
     assert answers == [examination.right_answers(strategy, [q])[0] for q in questions("alone-")]
 
 
-@both_ways
-@pytest.mark.parametrize("api", BOTH)
-@pytest.mark.parametrize("strategy", [name for name in FIXED if name != "agg"])
-def test_several_choices_are_refused_where_workers_share_a_request(
-    strategy: str, api: Api, stream: bool, examination: Examination
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("beside", "api"),
+    [("logprobs", "chat"), ("logprobs", "completions"), ("json", "chat"), ("echo", "completions")],
+)
+@every_strategy
+def test_each_choice_is_the_answer_to_its_seed_and_the_prompt_counts_once(
+    strategy: str, beside: Beside, api: Api, stream: bool, deployed: Served, oracle: Oracle
 ) -> None:
-    """A handoff carries one choice. When all would be the same, the frontend says so first."""
-    prompt = say(api, "Hello?").prompt
-    questions = [
-        Question(api, prompt, {"n": 2, "temperature": heat}, stream, f"n=2 {api} {stream}", False)
-        for heat in (0.9, 0.0)
-    ]
+    if strategy == "router" and beside == "echo":
+        with pytest.raises(BadRequestError, match="echo"):
+            check_choices(deployed, oracle, beside, api, stream)
+        return
+    check_choices(deployed, oracle, beside, api, stream)
 
-    refusals = examination.answers(strategy, questions)
 
-    assert [refusal.status for refusal in refusals if isinstance(refusal, Refusal)] == [400, 400]
-    assert "n=2" in str(refusals[0])
+@pytest.mark.parametrize("api", BOTH)
+@pytest.mark.parametrize("strategy", FIXED)
+def test_choices_that_would_be_the_same_are_refused(
+    strategy: str, api: Api, examination: Examination
+) -> None:
+    """By the frontend, where the request has a temperature."""
+    question = Question(api, say(api, "Hello?").prompt, {"n": 2, "temperature": 0.0}, False, f"n=2 {api}")
+    [refusal] = examination.answers(strategy, [question])
+    assert isinstance(refusal, Refusal)
+    assert refusal.status == 400
 
 
 def logprobs_of_prompt(served: Served, prompt: list[int]) -> list[dict[str, Any]]:
@@ -101,29 +110,6 @@ def test_logprobs_of_the_prompt_are_those_of_agg_or_refused(
     assert len(told) == len(prompt)
     assert all(str(behind) in entry for entry, behind in zip(told, prompt[1:], strict=False))
     assert told == logprobs_of_prompt(fleet["agg"], prompt)
-
-
-@pytest.mark.parametrize("strategy", ["agg"])
-def test_agg_answers_with_several_choices(strategy: str, deployed: Served) -> None:
-    options: dict[str, Any] = {"model": MODEL_NAME, "prompt": "Hello?", "n": 3, "temperature": 0.9, "seed": 5}
-    whole = deployed.openai.completions.create(**options, max_tokens=6)
-    pieces = list(
-        deployed.openai.completions.create(
-            **options, max_tokens=6, stream=True, stream_options={"include_usage": True}
-        )
-    )
-
-    texts = {choice.index: choice.text for choice in whole.choices}
-    assert sorted(texts) == [0, 1, 2]
-    assert len(set(texts.values())) > 1
-    streamed = dict.fromkeys(texts, "")
-    for choice in (choice for piece in pieces for choice in piece.choices):
-        streamed[choice.index] += choice.text
-    assert streamed == texts
-    assert whole.usage is not None
-    assert whole.usage.prompt_tokens == pieces[-1].usage.prompt_tokens
-    assert whole.usage.completion_tokens == pieces[-1].usage.completion_tokens <= 3 * 6
-    assert whole.usage.completion_tokens > 6
 
 
 @pytest.mark.parametrize("api", BOTH)

@@ -1,4 +1,4 @@
-"""Pairs whose engines are set differently: each answer is that of one engine, or refused where no engine takes it."""
+"""Pairs of engines with different settings: each answer is that of one engine, or refused if no engine accepts it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.errors import InvalidRequestError
-from trtllm_disagg.handlers.cancellation import num_in_background
-from trtllm_disagg.handlers.services import LiveState, build_generate
+from trtllm_disagg.handlers.drain import num_in_background
+from trtllm_disagg.handlers.live_state import LiveState
+from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, GenerateRequest
 
 LONG, SHORT, STEP = 256, 128, 64

@@ -9,8 +9,9 @@ import pytest
 
 from tests.parity.answers import Api, ask, without_cached_tokens
 from tests.parity.cases import CASES
+from tests.parity.choices import Beside, check_choices
 from tests.parity.oracle import Oracle
-from tests.support.deployments import Served, demo_config, served
+from tests.support.deployments import Served, demo_config, served, vision_model
 
 CASE = {case.name: case for case in CASES}
 #: One of each kind; the engines' tests have the rest.
@@ -46,7 +47,8 @@ COUNTED = {
 def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     order, style, protocol = request.param
     arguments = ("--schedule-style", style, "--handoff-protocol", protocol)
-    with served(demo_config(order, tmp_path_factory.mktemp(order), worker_args=arguments)) as deployment:
+    run_dir, model = tmp_path_factory.mktemp(order), str(vision_model())
+    with served(demo_config(order, run_dir, model=model, worker_args=arguments)) as deployment:
         yield deployment
 
 
@@ -69,6 +71,13 @@ def test_generation_first_answers_as_one_engine_does(
         assert without_cached_tokens(answers) == without_cached_tokens(right)
     else:
         assert answers == right
+
+
+@pytest.mark.parametrize(("beside", "api"), [("logprobs", "completions"), ("json", "chat")])
+def test_each_choice_is_the_answer_to_its_seed(
+    beside: Beside, api: Api, deployment: Served, oracle: Oracle
+) -> None:
+    check_choices(deployment, oracle, beside, api, beside == "json")
 
 
 def test_same_answers_at_once_and_nothing_is_held_afterwards(

@@ -1,1 +1,1 @@
-"""What tests share: engines, deployments, attackers and loads."""
+"""Shared by tests: engines, deployments, attackers and loads."""

@@ -1,4 +1,4 @@
-"""What an attacker on the same machine tries. Programs for `strangers.as_stranger`: no import of this project."""
+"""Programs of an attacker on the same machine, for `strangers.as_stranger`. They do not import this project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A supervisor with workers that only say that they are healthy, and commands to it over the socket."""
+"""A supervisor over workers that only serve health checks, and commands to its socket."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.admin.commands import UpCommand
 from trtllm_disagg.tools.up.command_socket import send_to_up
+from trtllm_disagg.tools.up.commands import UpCommand
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 from trtllm_disagg.tools.up.supervisor import Supervisor
 
-#: A worker that says it is healthy, and leaves on SIGTERM.
+#: A worker that serves health checks and exits on SIGTERM.
 HEALTHY = """
 import http.server, os, signal, sys
 class Health(http.server.BaseHTTPRequestHandler):

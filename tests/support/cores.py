@@ -1,4 +1,4 @@
-"""Engine cores in this process, stepped like their own process would."""
+"""Engine cores in this process, stepped as in their own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HANG_SECONDS = 20.0
 
 @dataclass
 class Answer:
-    """All that the engine said about one choice."""
+    """All of the engine's output for one choice."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[LogprobEntry] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Answer:
 
 
 class Core:
-    """`add` requests, `run` until they are done. Fails instead of waiting for ever."""
+    """`add` requests, `run` until they are done. Fails rather than hangs."""
 
     def __init__(self, model: Path, **args: Any) -> None:
         team: Team | None = args.pop("team", None)
@@ -84,7 +84,7 @@ class Core:
         self._ids = itertools.count(1)
 
     def _build(self, args: dict[str, Any], team: Team | None, injected: dict[str, Any]) -> EngineCore:
-        """With a transport or timeouts of the test's in place of those that `args` mean."""
+        """`injected`: a transport or timeouts in place of those of `args`."""
         transport, timeouts = injected["transport"], injected["timeouts"]
         with contextlib.ExitStack() as patches:
             if transport is not None:
@@ -147,7 +147,7 @@ class Core:
         return report.outputs
 
     def run(self, *request_ids: int) -> Answer:
-        """Until all of these are done; the answer of the first."""
+        """Run until these requests are done; the first one's answer."""
         wanted = [answer for (request_id, _), answer in self.answers.items() if request_id in request_ids]
         while not all(answer.done for answer in wanted):
             self.wait()
@@ -163,7 +163,7 @@ class Core:
         self.woken.clear()
 
     def settle(self) -> None:
-        """Until no lease and no pull is left."""
+        """Run until no lease or pull is left."""
         end = time.monotonic() + _HANG_SECONDS
         while self.engine.num_active:
             assert time.monotonic() < end, "a lease or a pull is left"
@@ -183,7 +183,7 @@ class Core:
         return self.engine.blocks.num_available
 
     def assert_idle(self) -> None:
-        """Nothing runs, waits or is held; every block can be had again."""
+        """Nothing runs, waits or is held; every block is free."""
         self.settle()
         assert self.engine.connector.num_leases == 0
         assert self.free_blocks == self.engine.blocks.num_blocks - self.engine.blocks.num_quarantined

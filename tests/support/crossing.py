@@ -1,4 +1,4 @@
-"""Which functions of the plugin a request crosses."""
+"""Lists the plugin's functions that a request crosses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import trtllm_disagg
 ROOT = Path(trtllm_disagg.__file__).parent
 HANDLERS = (ROOT / "handlers").resolve()
 ENGINES = str(ROOT / "engines")
-#: Modules whose functions tell where a request goes, and what in them does not.
-TELLING = ("answer", "attempts", "chain", "concurrent", "local", "peers", "remote", "run")
+#: Modules on a request's path, and functions in them that are not.
+TELLING = ("answer", "attempts", "chain", "concurrent", "delivered", "local", "peers", "remote", "run")
 ASIDE = (
-    "has_nothing_left",
+    "replay_if_needed",
     "check",
     "facts",
     "instance_ids",
@@ -29,10 +29,10 @@ ASIDE = (
 
 
 class Crossing:
-    """A profile: `with` it, one request runs on both workers."""
+    """A profile of one request on both workers; a context manager."""
 
     def __init__(self) -> None:
-        #: In the order of their first calls.
+        #: By first call.
         self._names: dict[str, int] = {}
 
     def __enter__(self) -> Crossing:
@@ -43,7 +43,7 @@ class Crossing:
         sys.setprofile(None)
 
     def picture(self) -> str:
-        """A line for each function that tells where it goes, indented by the functions above it."""
+        """A line per function on the path, indented by its callers."""
         return "\n".join("  " * depth + name for name, depth in self._names.items())
 
     def _on_event(self, frame: FrameType, event: str, argument: Any) -> None:
@@ -57,7 +57,7 @@ def _is_plugin(frame: FrameType) -> bool:
 
 
 def _name(frame: FrameType) -> str | None:
-    """`file.py Class.method` of a public function that tells where a request goes."""
+    """`file.py Class.method` of a public function on the path."""
     code = frame.f_code
     function = code.co_qualname.rpartition(".")[2]
     if (

@@ -1,4 +1,4 @@
-"""A pair of workers on a TensorRT-LLM that is as hard as its source says."""
+"""A pair of workers on the stand-in of TensorRT-LLM with all hard edges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engines.recording.llm import LLM
-from trtllm_disagg.handlers.cancellation import num_in_background
+from trtllm_disagg.handlers.drain import num_in_background
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.types import Generate
@@ -25,14 +25,14 @@ INSTANCES = {Role.PREFILL: 1, Role.DECODE: 2}
 
 
 def opened(**engine_args: Any) -> Engine:
-    """On `tensorrt_llm`, whatever that is now."""
+    """An Engine on the current `tensorrt_llm` module."""
     args = {"model": "org/model", "cache_transceiver_config": {"backend": "NIXL"}}
     return Engine.open(load_api("tensorrt_llm"), args | engine_args, machine_id=70)
 
 
 @dataclass(frozen=True, slots=True)
 class DayOne:
-    """A pair of workers in one of the orders."""
+    """A pair of workers of one strategy."""
 
     generate: Generate
     prefill: LLM
@@ -40,7 +40,7 @@ class DayOne:
     client: RecordingStageClient
 
     async def quiet(self) -> None:
-        """All that goes on behind the answers has ended."""
+        """Wait until background work has ended."""
         await self.client.idle()
         await until(lambda: not num_in_background())
         await self.client.idle()
@@ -51,10 +51,10 @@ class DayOne:
 
 
 class Both:
-    """Each worker's way to the other: what one of them drains goes through the other."""
+    """Each worker's client of the other, for draining through it."""
 
     def __init__(self, strategy: str, settings: dict[str, Any] | None = None, **engine_args: Any) -> None:
-        """`settings` of both workers."""
+        """`settings`: of both workers."""
         self.engines = {role: opened(**(PESSIMISM | engine_args)) for role in (Role.PREFILL, Role.DECODE)}
         self.clients = {role: RecordingStageClient() for role in self.engines}
         self.handlers: dict[Role, Generate] = {}
@@ -79,7 +79,7 @@ class Both:
 
 
 def kinds(llm: LLM) -> list[str | None]:
-    """What was asked of an engine."""
+    """Request types that an engine received."""
     return [
         getattr(call.get("disaggregated_params"), "request_type", None)
         for call in llm.calls_of("generate_async")

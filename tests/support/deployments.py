@@ -1,4 +1,4 @@
-"""Deployments of the demo model that tests share, and what they say of themselves from outside."""
+"""Shared deployments of the demo model, and their state as seen from outside."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from trtllm_disagg.tools.up.up_command import engine_configs_in
 ROOT = Path(__file__).parents[2]
 DEMO_CONFIGS = ROOT / "engine_configs" / "demo"
 DEMO_MODEL = ROOT / ".cache" / "demo-model"
+VISION_MODEL = ROOT / ".cache" / "demo-vision-model"
 MODEL_NAME = "demo"
 
-#: The strategies in which a worker calls a worker, and all that have two kinds of worker.
-WORKER_SIDE = tuple(order.name for order in orders())
-#: Those that answer every request in one way.
+#: Strategies in which workers call each other, and all with two roles.
+RUN_BY_WORKERS = tuple(order.name for order in orders())
+#: Strategies with one order for every request.
 FIXED = tuple(spec.name for spec in STRATEGIES.values() if spec.builder is not None)
 DISAGGREGATED = tuple(name for name in FIXED if spec_of(name).is_disaggregated)
 
 SETTLE_SECONDS = 20.0
 POLL_SECONDS = 0.02
-#: Workers read their engine's statistics every 0.1 s or more often; several times that, for a machine with much to do.
+#: Several times the 0.1 s after which workers read their engine's statistics, for a loaded machine.
 UNCHANGED_SECONDS = 0.3
-#: A deployment loads for as long as it computes, and there may be two cores.
+#: Loading is computation, perhaps on two cores.
 LOADING_AT_ONCE = 2
 
-#: What a worker still has to do, or holds. All are 0 when it is idle.
+#: A worker's remaining work and held resources; 0 when it is idle.
 HELD = (
     "dynamo_component_inflight_requests",
     "trtllm_disagg_requests_active",
@@ -55,17 +56,25 @@ HELD = (
 
 
 def demo_model() -> Path:
-    """The model of `make model`; made now if it is missing, by one of pytest's processes."""
-    made = DEMO_MODEL / "demo_model.json"
+    """The model of `make model`; if missing, one of pytest's processes makes it now."""
+    return _made(DEMO_MODEL)
+
+
+def vision_model() -> Path:
+    """The model of `make vision-model`, likewise."""
+    return _made(VISION_MODEL, "--vision")
+
+
+def _made(model: Path, *flags: str) -> Path:
+    made = model / "demo_model.json"
     if not made.is_file():
-        DEMO_MODEL.parent.mkdir(exist_ok=True)
-        with DEMO_MODEL.with_suffix(".lock").open("w") as lock:
+        model.parent.mkdir(exist_ok=True)
+        with model.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not made.is_file():
-                subprocess.run(
-                    [sys.executable, "-m", "trtllm_disagg", "demo-model", str(DEMO_MODEL)], check=True
-                )
-    return DEMO_MODEL
+                command = [sys.executable, "-m", "trtllm_disagg", "demo-model", *flags, str(model)]
+                subprocess.run(command, check=True)
+    return model
 
 
 def demo_config(strategy: str, run_dir: Path, **changes: Any) -> DeploymentConfig:
@@ -89,7 +98,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = SETT
 
 
 class Worker:
-    """One worker of a deployment, as its own /metrics page shows it."""
+    """One worker of a deployment, as shown by its /metrics page."""
 
     def __init__(self, process: ManagedProcess, http: httpx.Client) -> None:
         self.name = process.name
@@ -105,23 +114,23 @@ class Worker:
         return int(match[1], 16)
 
     def metric(self, name: str) -> float:
-        """Of all its endpoints `generate`; 0 as long as the worker does not show it."""
+        """Sum over its endpoints `generate`; 0 if the page lacks it."""
         return _metric(self.page(), name)
 
     def num_requests(self) -> float:
-        """That its engine has finished: to Dynamo a notice between workers is one, too."""
+        """Requests finished by its engine (Dynamo also counts notices between workers)."""
         lines = [
             line for line in self.page().splitlines() if line.startswith("trtllm_request_success_total{")
         ]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def labels(self, name: str, label: str) -> set[str]:
-        """The values of a label that a metric has here."""
+        """The values of a metric's label."""
         lines = [line for line in self.page().splitlines() if line.startswith(name + "{")]
         return {match[1] for line in lines if (match := re.search(rf'\b{label}="([^"]*)"', line))}
 
     def held_and_counted(self) -> tuple[dict[str, float], list[str]]:
-        """What it runs, waits for or holds now, and the lines of what this project counts."""
+        """Its running, waiting and held items, and the lines of this project's counters."""
         page = self.page()
         held = {name: value for name in HELD if (value := _metric(page, name))}
         return held, [line for line in page.splitlines() if line.startswith("trtllm_disagg_")]
@@ -139,7 +148,7 @@ def _metric(page: str, name: str) -> float:
 
 
 class Served:
-    """A deployment that answers, with clients for it."""
+    """A running deployment with clients."""
 
     def __init__(self, deployment: Deployment, openai: OpenAI, http: httpx.Client) -> None:
         self.deployment = deployment
@@ -156,7 +165,7 @@ class Served:
 
     @property
     def first_stage(self) -> list[Worker]:
-        """Those that the frontend may send requests to."""
+        """The workers that the frontend may call."""
         return [worker for worker in self.workers if worker.role in spec_of(self.strategy).kv_routed_roles]
 
     @property
@@ -170,8 +179,8 @@ class Served:
         return sum(worker.metric(name) for worker in (self.workers if workers is None else workers))
 
     def wait_until_idle(self) -> None:
-        """No worker runs, waits for or holds anything, and each has counted its last step, which the engine tells it a
-        moment after the answer. Fails when one still does after SETTLE_SECONDS.
+        """Wait until no worker runs or holds anything and each has counted its last step, which follows the answer.
+        Fails after SETTLE_SECONDS.
         """
         held: Mapping[str, Any] = {}
         counted: Sequence[Sequence[str]] = ()
@@ -203,8 +212,8 @@ def served(config: DeploymentConfig) -> Iterator[Served]:
 
 
 class Fleet:
-    """One deployment per strategy. All that will be needed load side by side, as soon as one is asked for. One that
-    does not start is tried once more, and `tell` hears of it, before it fails all that ask for it.
+    """One deployment of the model that sees per strategy. The first use loads all in parallel. If one does not start,
+    calls `tell` and starts it once more; if that fails too, so do all its tests.
     """
 
     def __init__(self, run_dirs: Path, wanted: Iterable[str], tell: Callable[[str, Exception], None]) -> None:
@@ -222,13 +231,13 @@ class Fleet:
         return self._ready[strategy].result()
 
     def close(self) -> None:
-        """Stop all, side by side."""
+        """Stop all in parallel."""
         self._done.set()
         for keeper in self._keepers:
             keeper.join()
 
     def _load(self) -> None:
-        demo_model()
+        vision_model()
         self._ready = {strategy: Future() for strategy in FIXED if strategy in self._wanted}
         for strategy in self._ready:
             self._keepers.append(threading.Thread(target=self._keep, args=(strategy,), name=strategy))
@@ -245,7 +254,8 @@ class Fleet:
             self._done.wait()
 
     def _start(self, strategy: str, stack: ExitStack) -> Served:
-        config = demo_config(strategy, self._run_dirs / strategy)
+        model = str(vision_model())
+        config = demo_config(strategy, self._run_dirs / strategy, model=model, images=True)
         try:
             return stack.enter_context(served(config))
         except Exception as error:

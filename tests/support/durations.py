@@ -1,7 +1,7 @@
-"""How long each test file took when that was last recorded, and so which tests are `fast`.
+"""Recorded durations of test files, which decide on the marker `fast`.
 
-`pytest --record-durations` on the whole suite writes durations.json. A test is fast when it starts no process and its
-file took at most `FAST_SECONDS`; a file that is not recorded yet counts as fast.
+`pytest --record-durations` on the whole suite writes durations.json. A test is fast if it starts no process and its
+file took at most `FAST_SECONDS` or is not recorded.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tests" / "durations.json"
 FAST_SECONDS = 3.0
-#: Tests that ask for one of these, or are in one of these folders, work with processes of their own.
+#: Tests with these fixtures or in these folders start processes.
 _FIXTURES = {"embedded_llm", "fleet", "nats", "queue", "start_up"}
 _FOLDERS = ("tests/integration", "tests/parity", "tests/gpu")
 
 
 class DurationRecorder:
-    """A pytest plugin: adds up the seconds of each file (setup, call and teardown) and writes them at the end."""
+    """A pytest plugin: sums each file's seconds (setup, call, teardown) and writes them at the end."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -36,12 +36,12 @@ class DurationRecorder:
 
 
 def file_of(item: pytest.Item) -> str:
-    """As durations.json names it."""
+    """The file's name in durations.json."""
     return item.path.relative_to(ROOT).as_posix()
 
 
 def recorded_durations() -> dict[str, float]:
-    """The seconds of each file; empty before they were ever recorded."""
+    """Seconds of each file; empty before the first recording."""
     seconds: dict[str, float] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     return seconds
 

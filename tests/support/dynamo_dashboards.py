@@ -1,8 +1,8 @@
-"""What Dynamo's dashboards and its Planner ask Prometheus for: metrics and label matchers, as PromQL selectors.
+"""Prometheus queries of Dynamo's dashboards and Planner: metrics and label matchers, as PromQL selectors.
 
-Read from disagg-dashboard.json and dynamo.json in dev/observability/grafana_dashboards/ and from
-dynamo/planner/monitoring/traffic_metrics.py of ai-dynamo/dynamo, 1.6. Left out: GPUs, containers, labels that
-Kubernetes adds (`namespace`, `pod`), and values of `error_type` and `status` that only an error brings.
+From disagg-dashboard.json and dynamo.json in dev/observability/grafana_dashboards/ and
+dynamo/planner/monitoring/traffic_metrics.py of ai-dynamo/dynamo 1.6, without GPUs, containers, labels of Kubernetes
+(`namespace`, `pod`), and error values of `error_type` and `status`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PREFILL = 'dynamo_component="prefill", dynamo_endpoint="generate"'
 _BACKEND = 'dynamo_component="backend"'
 _SECONDS = "dynamo_component_request_duration_seconds"
 
-#: Of workers, by role.
+#: Workers' metrics, by role.
 OF_ROLE = {
     "prefill": [*_of(_SECONDS, _HISTOGRAM, _PREFILL), f"dynamo_component_requests_total{{{_PREFILL}}}"],
     "backend": [
@@ -29,7 +29,7 @@ OF_ROLE = {
     ],
 }
 
-#: Of every worker; M is the model's name.
+#: Every worker's metrics; M is the model's name.
 OF_WORKERS = [
     "dynamo_component_gpu_cache_usage_percent",
     "dynamo_component_total_blocks",

@@ -1,4 +1,4 @@
-"""Dynamo's frontend and some workers as real processes, each with a log, and what they answer."""
+"""Dynamo's frontend and workers as real processes, each with a log, and clients for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def die_with_parent() -> None:
 _libc = ctypes.CDLL(None)
 START_TIMEOUT = 120.0
 SETTLE_TIMEOUT = 15.0
-#: Short: upstream's idle prefill worker would drain for 30 s.
+#: Upstream's idle prefill worker would drain for 30 s.
 STOP_TIMEOUT = 3.0
 JSON = {"Content-Type": "application/json"}
 COMPLETIONS = "/v1/completions"
@@ -46,7 +46,7 @@ class Answer:
 
     @classmethod
     def of(cls, chunks: list[dict[str, Any]]) -> Answer:
-        """Of a completion that asked for nvext.extra_fields ["completion_token_ids"], whole or streamed."""
+        """From a completion with nvext.extra_fields ["completion_token_ids"], streamed or not."""
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         extra = [chunk.get("nvext") or {} for chunk in chunks]
         return cls(
@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass
 class DynamoDeployment:
-    """Everything it writes, discovery included, is below `directory`."""
+    """Writes all files, discovery included, below `directory`."""
 
     directory: Path
     http_port: int = field(default_factory=lambda: free_http_port(LOOPBACK, 0))
@@ -75,7 +75,7 @@ class DynamoDeployment:
         )
 
     def start_workers(self, commands: dict[str, list[str]], python: str = sys.executable) -> None:
-        """Name -> what comes after `python -m`."""
+        """`commands`: name -> arguments after `python -m`."""
         ports = free_system_ports(len(commands))
         self.system_ports |= dict(zip(commands, ports, strict=True))
         for name, command in commands.items():
@@ -97,12 +97,12 @@ class DynamoDeployment:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # A test run that is killed has no teardown.
+                # A killed test run has no teardown.
                 preexec_fn=die_with_parent,
             )
 
     def wait_ready(self, body: dict[str, Any]) -> None:
-        """Until this completion is answered."""
+        """Wait until this completion is answered."""
 
         def answers() -> bool:
             if dead := [name for name, process in self._processes.items() if process.poll() is not None]:
@@ -125,7 +125,7 @@ class DynamoDeployment:
             process.wait()
 
     def kill(self, name: str) -> None:
-        """At once, so that the process can tell no other one."""
+        """Kill the process at once, without a goodbye."""
         process = self._processes[name]
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -189,14 +189,14 @@ class DynamoDeployment:
                     yield json.loads(line[6:])
 
     def asks(self, worker: str, body: dict[str, Any]) -> dict[str, Any]:
-        """What a worker answers at its system port."""
+        """A worker's answer at its system port."""
         status, content = self.post("/engine/trtllm_disagg", body, self.system_ports[worker])
         assert status == 200, f"{status} {content!r}\n{self.logs()}"
         answer: dict[str, Any] = json.loads(content)
         return answer
 
     def gauge(self, worker: str, name: str) -> float:
-        """Of the worker's own metrics; as of its engine's last step."""
+        """A worker's own metric, as of its engine's last step."""
         with self.connection(self.system_ports[worker]) as connection:
             connection.request("GET", "/metrics")
             lines = connection.getresponse().read().decode().splitlines()

@@ -1,6 +1,6 @@
-"""An engine core in a process of its own that can be killed in the middle of a transfer: by itself, or by its peer.
+"""An engine core in its own process, which it or its peer can kill during a transfer.
 
-Forked from one server that has everything imported, so that an engine is there in a moment.
+Forked from a server that has imported everything, so an engine starts in a moment.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _CONTEXT.set_forkserver_preload(["tests.support.cores", "tests.support.engine_pr
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """kill -9 of a process, itself when `pid` is 0, in this engine's next read or write of KV: after half of the
-    blocks, or after the last byte.
+    """kill -9 of a process (`pid` 0: itself) in this engine's next read or write of KV: after half of the blocks, or
+    after the last byte.
     """
 
     when: Literal["half", "after"]
@@ -138,7 +138,7 @@ def _arm(fake: Any, kill: Kill) -> None:
 def _kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     while _state(pid) not in ("Z", "X", ""):
-        """It is gone when its memory is."""
+        """Until its memory is gone."""
 
 
 def _state(pid: int) -> str:

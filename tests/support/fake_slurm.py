@@ -1,5 +1,5 @@
-"""Slurm's and MPI's programs, as far as launch/ uses them: they write down how they were called, and can be made to run
-what they were given on this machine.
+"""Stand-ins of the programs of Slurm and MPI that launch/ uses. They record their calls, and can run the given command
+on this machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from tests.support.deployments import ROOT, wait_until
 
 SECONDS = 30.0
-#: What is written down of an environment.
+#: Recorded environment variables.
 NOTED = ("DYN_SYSTEM_PORT", "ETCD_ENDPOINTS", "DYN_DISCOVERY_BACKEND", "PYTHON", "CUDA_VISIBLE_DEVICES")
 MPIEXEC = Path(sysconfig.get_path("scripts")) / "mpiexec"
 
@@ -31,7 +31,7 @@ _WAIT = """
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 signal.sigwait([signal.SIGTERM])
 """
-#: With mpich: the embedded engine joins its ranks as it does under srun --mpi=pmi2.
+#: Uses mpich, so that the embedded engine joins its ranks as under srun --mpi=pmi2.
 _RUN = f"""
 end = next(index for index, word in enumerate(argv) if not word.startswith("--"))
 options = dict(word[2:].partition("=")[::2] for word in argv[:end])
@@ -44,8 +44,8 @@ _SCONTROL = """#!/usr/bin/env bash
 [[ "$1 $2" == "show hostnames" ]] || exit 1
 tr , '\\n' <<<"$3"
 """
-#: As TensorRT-LLM's: divides its arguments again, runs them in the background of the first rank, and waits for the
-#: ranks only, also when the command has failed.
+#: Like TensorRT-LLM's: splits its arguments again, runs them in the first rank's background, and waits for the ranks
+#: only, even if the command fails.
 _LAUNCHER = """#!/usr/bin/env bash
 export TLLM_SPAWN_PROXY_PROCESS=1
 words="${@:1}"
@@ -56,7 +56,7 @@ exec sleep 600
 
 @dataclass
 class FakeSlurm:
-    """A job. Its programs are in `directory`, which comes first in the PATH of the scripts."""
+    """A job. Its programs are in `directory`, first in the scripts' PATH."""
 
     directory: Path
     nodes: str = "a,b"
@@ -78,7 +78,7 @@ class FakeSlurm:
         return path
 
     def start(self, script: str | Path, *args: str, **variables: str) -> subprocess.Popen[str]:
-        """Of launch/. A variable that is empty is as good as none."""
+        """Start a script of launch/. An empty variable counts as unset."""
         mine = ("SLURM_", "GPUS_", "TRTLLM_DISAGG_", "ETCD_", "DYN_")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
         inherited = {name: value for name, value in inherited.items() if "CUDA_VISIBLE" not in name}
@@ -106,7 +106,7 @@ class FakeSlurm:
         return (self.directory / "output").read_text()
 
     def calls(self, program: str = "srun", count: int = 0) -> list[Any]:
-        """As {"argv", "environment"}, once there are `count`."""
+        """Its calls as {"argv", "environment"}, once there are `count`."""
         path = self.directory / f"{program}.calls"
 
         def lines() -> list[str]:

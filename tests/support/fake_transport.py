@@ -1,6 +1,6 @@
-"""A KV transport with transfers that follow a script: late, failing, interrupted, held back.
+"""A KV transport with scripted transfers: late, failing, interrupted, held back.
 
-Around a real transport, which moves the bytes of all transfers that the script lets through.
+It wraps a real transport, which moves the bytes.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class WaitsFor:
 
     begun: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
-    #: As long as a hang is waited for.
+    #: Limit for a hang, in seconds.
     seconds: float = 20.0
 
     def wait(self) -> None:
         self.begun.set()
         if not self.go.wait(self.seconds):
-            raise KvTransferError("the script never let it go on")
+            raise KvTransferError("the script never continued it")
 
 
 @dataclass(frozen=True, slots=True)
 class TakesTooLong:
-    """Raises ReadTimeoutError although it may land later, until `ended` is set; before that it waits for `after`."""
+    """Waits for `after`, then raises ReadTimeoutError; may land later until `ended` is set."""
 
     ended: threading.Event = field(default_factory=threading.Event)
     after: WaitsFor | None = None
@@ -54,7 +54,7 @@ class TakesTooLong:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """Moves this part of the blocks, calls, and moves the rest."""
+    """Moves a part of the blocks, calls, then moves the rest."""
 
     call: Callable[[], None]
     #: Between 0 and 1.
@@ -66,7 +66,7 @@ Outcome = Fails | TakesTooLong | WaitsFor | Interrupted
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer that was requested."""
+    """A requested transfer."""
 
     kind: Kind
     peer: str
@@ -81,7 +81,7 @@ class _Plan:
 
 
 class FakeTransport:
-    """`then` says what becomes of the next transfers, `always` of all later ones; `transfers` lists those asked for."""
+    """`then` scripts the next transfers, `always` all later ones; `transfers` lists the requested ones."""
 
     def __init__(self, inner: StagingTransport | None = None) -> None:
         self._inner = inner or SharedMemoryTransport()

@@ -1,6 +1,6 @@
-"""Which files stay together in one of pytest's processes (`pytest -n 3`), and which begin first.
+"""Groups test files for pytest's processes (`pytest -n 3`), and orders them.
 
-A file is never divided, for its fixtures are made once. Nor are files that share something dear.
+A file is never split, since its fixtures are made once, nor are files that share something expensive.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.durations import file_of
 
-#: Files with tests that use the fixture `fleet`: each deployment of it is started once.
+#: Files that use the fixture `fleet`, so that each deployment starts once.
 FLEET = (
     "tests/integration/test_bad_input.py",
     "tests/integration/test_cancel.py",
+    "tests/integration/test_images.py",
     "tests/integration/test_metrics_pages.py",
     "tests/integration/test_split_is_real.py",
     "tests/integration/test_traces.py",
     "tests/parity/test_matrix.py",
-    "tests/parity/test_ways.py",
+    "tests/parity/test_asked_orders.py",
 )
-#: The last ones to begin run alone, on half of the processors.
+#: These begin last, and run alone on half of the processors.
 UNRECORDED_SECONDS = 60.0
-#: Folders with files that share engines, or that look for what mpich leaves in /dev/shm.
+#: Folders with files that share engines, or check what mpich leaves in /dev/shm.
 _TOGETHER = ("tests/conformance/", "tests/unit/engines/embedded/tensor_parallel/")
 
 
@@ -41,12 +42,12 @@ def uses_fleet(item: pytest.Item) -> bool:
 
 
 def in_order(items: list[pytest.Item], seconds: Mapping[str, float]) -> None:
-    """The groups that take longest come first. `seconds` of each file; one that is not recorded may be long, too."""
+    """Put the longest groups first. `seconds`: by file; unrecorded files may be long."""
     for item in items:
         if uses_fleet(item) and file_of(item) not in FLEET:
             raise pytest.UsageError(f"{item.nodeid} uses the fleet: its file must be in FLEET of {__name__}")
         if " at 0x" in item.nodeid:
-            raise pytest.UsageError(f"{item.nodeid}: an address is another one in each process; name the ids")
+            raise pytest.UsageError(f"{item.nodeid}: addresses differ between processes; name the ids")
     lengths: defaultdict[str, float] = defaultdict(float)
     for file in {file_of(item) for item in items}:
         lengths[group_of(file)] += seconds.get(file, UNRECORDED_SECONDS)
@@ -59,7 +60,7 @@ def in_order(items: list[pytest.Item], seconds: Mapping[str, float]) -> None:
 
 
 class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]
-    """Gives a process that is done with a group the next one, in the order of the tests."""
+    """Gives each free process the next group, in the order of the tests."""
 
     def __init__(self, config: pytest.Config, log: Any) -> None:
         super().__init__(config, log)

@@ -1,4 +1,4 @@
-"""Cores that guide, and grammars in the tests' tokenizer."""
+"""Cores with guided decoding, and grammars in the tests' tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingP
 
 PROMPT = [5 + i % 11 for i in range(40)]
 
-#: The bytes in the order of the tests' tokenizer, which has two special tokens before them.
+#: Bytes in the order of the tests' tokenizer, after its two special tokens.
 BYTES = [*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173]
 
 
@@ -65,7 +65,7 @@ def run(core: Core, sampling: SamplingSpec, prompt: list[int] = PROMPT) -> Answe
 
 
 def run_split(cores: tuple[Core, Core], sampling: SamplingSpec, prompt: list[int] = PROMPT) -> Answer:
-    """Prefill here, decode there."""
+    """Prefill on the first core, decode on the second."""
     first, second = cores
     one = msgspec.structs.replace(sampling, max_tokens=1)
     answer = first.run(first.add(prompt, sampling=one, request_type="context_only"))

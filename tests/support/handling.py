@@ -19,13 +19,13 @@ from trtllm_disagg.wire.bodies import decode_request
 
 PROMPT = [11, 12, 13]
 
-#: Each has a prefill and a decode worker.
+#: Strategies with a prefill and a decode worker.
 STRATEGIES = [name for name, spec in SPECS.items() if spec.is_disaggregated and spec.builder is not None]
 ORDERS = [order.name for order in orders()]
 
 
 def raw_request(max_tokens: int | None = 5, **keys: Any) -> dict[str, Any]:
-    """As Dynamo's frontend sends it; nulls and keys that are unknown to us included."""
+    """A request of Dynamo's frontend, with nulls and unknown keys."""
     request: dict[str, Any] = {
         "model": "m",
         "token_ids": list(PROMPT),
@@ -50,7 +50,7 @@ def request(max_tokens: int | None = 5, **keys: Any) -> GenerateRequest:
 
 
 def expected_tokens(count: int) -> list[int]:
-    """What the recording LLM answers to PROMPT."""
+    """The recording LLM's answer to PROMPT."""
     return [scripted_token(PROMPT, position) for position in range(count)]
 
 
@@ -60,7 +60,7 @@ async def collect(
     context: RequestContext | None = None,
     into: list[TokenChunk] | None = None,
 ) -> list[TokenChunk]:
-    """The chunks of an answer; `into` has those that came before an error."""
+    """The chunks of an answer; `into` keeps those before an error."""
     seen = [] if into is None else into
     async with aclosing(generate(request, context or FakeContext())) as chunks:
         async for chunk in chunks:
@@ -69,7 +69,7 @@ async def collect(
 
 
 def untraced(chunk: TokenChunk) -> TokenChunk:
-    """Without what only tells how it was made."""
+    """The chunk without the fields that describe its making."""
     data = {
         key: value
         for key, value in (chunk.engine_data or {}).items()
@@ -83,7 +83,7 @@ def tokens_of(chunks: list[TokenChunk]) -> list[int]:
 
 
 def joined(chunks: list[TokenChunk]) -> TokenChunk:
-    """All of them as one: how an answer is cut into chunks depends on the time."""
+    """One chunk of all: how an answer is cut depends on timing."""
     return msgspec.structs.replace(
         chunks[-1],
         token_ids=tokens_of(chunks),
@@ -93,7 +93,7 @@ def joined(chunks: list[TokenChunk]) -> TokenChunk:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait for something that another task does; not for long."""
+    """Wait shortly for another task."""
     for _ in range(1000):
         if condition():
             return

@@ -1,5 +1,5 @@
-"""A cluster of one machine: as much of Kubernetes' API as Dynamo's discovery asks for, and a kubelet that starts the
-containers of a manifest as processes, with what Dynamo's operator adds to them.
+"""A cluster on one machine: the part of Kubernetes' API that Dynamo's discovery uses, and a kubelet that starts a
+manifest's containers as processes, with the additions of Dynamo's operator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trtllm_disagg.tools.up.plan import LOOPBACK
 
 Manifest = dict[str, Any]
 
-#: deploy/k8s/ mounts its files below it.
+#: Mount point of deploy/k8s/.
 MOUNTED = "/etc/trtllm-disagg"
 
 SLICES, WORKERS = "endpointslices", "dynamoworkermetadatas"
@@ -36,7 +36,7 @@ _WATCH_SECONDS = 60.0
 
 
 def rendered(folder: Path) -> list[Manifest]:
-    """As `kubectl kustomize`, as far as deploy/k8s/ uses it."""
+    """The part of `kubectl kustomize` that deploy/k8s/ uses."""
     told = yaml.safe_load((folder / "kustomization.yaml").read_text())
     made: list[Manifest] = []
     for name in told["resources"]:
@@ -50,7 +50,7 @@ def rendered(folder: Path) -> list[Manifest]:
 
 
 def read(file: Path) -> list[Manifest]:
-    """Without aliases: a patch changes one place."""
+    """Copies aliases, so that a patch changes one place."""
     loaded: list[Manifest] = json.loads(json.dumps(list(yaml.safe_load_all(file.read_text()))))
     return loaded
 
@@ -72,7 +72,7 @@ def _patch(target: Any, op: str, path: str, value: Any = None) -> None:
 
 
 def components(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
-    """By their names."""
+    """Components by name."""
     (graph,) = (each for each in manifests if each["kind"] == "DynamoGraphDeployment")
     return {component["name"]: component for component in graph["spec"]["components"]}
 
@@ -87,7 +87,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        #: (kind, resource version, what it was, object), the oldest first.
+        #: (kind, resource version, event type, object), oldest first.
         self._events: list[tuple[str, int, str, Manifest]] = []
         self._objects: dict[tuple[str, str], Manifest] = {}
         self._closed = False
@@ -192,7 +192,7 @@ class Cluster:
         return {name for of, name in self._objects if of == kind}
 
     def now_ready(self, pod: str) -> None:
-        """The endpoint controller puts a pod that is ready into a slice; discovery takes no other one."""
+        """Put the ready pod into a slice, as the endpoint controller does; discovery requires it."""
         labels = {f"nvidia.com/dynamo-discovery-{name}": value for name, value in _DISCOVERY_LABELS.items()}
         endpoint = {
             "addresses": [LOOPBACK],
@@ -208,7 +208,7 @@ _DISCOVERY_LABELS = {"backend": "kubernetes", "enabled": "true"}
 
 @dataclass
 class Pod:
-    """One container as a process. Its probes are asked as a kubelet asks them."""
+    """One container as a process, probed as by a kubelet."""
 
     name: str
     spec: Manifest
@@ -218,7 +218,7 @@ class Pod:
     log: Path
 
     def exec(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """As `kubectl exec` does."""
+        """Like `kubectl exec`."""
         argv = [sys.executable, *command]
         return subprocess.run(
             argv, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=60
@@ -229,7 +229,7 @@ class Pod:
 
 
 class Kubelet:
-    """Starts containers with their files below `root`. `secrets`: what they mount."""
+    """Starts containers with their files below `root`. `secrets`: mounted ones."""
 
     def __init__(self, cluster: Cluster, secrets: Mapping[str, Mapping[str, bytes]], root: Path) -> None:
         self._secrets = secrets
@@ -274,7 +274,7 @@ class Kubelet:
 
     @contextlib.contextmanager
     def also_running(self, pod: Pod, *command: str) -> Iterator[None]:
-        """Beside the container of a pod, until the end of the block."""
+        """Run a command in the pod until the block ends."""
         env = {
             **os.environ,
             **pod.env,

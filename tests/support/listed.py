@@ -1,4 +1,4 @@
-"""A worker's part that is in discovery, without its engine."""
+"""A worker in discovery without an engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = ServedModel(16, 8, 1, 64, 64)
 
 
 class Listed:
-    """`dynamo`: in place of Dynamo's runtime; None: a real one."""
+    """`dynamo`: a stand-in of Dynamo's runtime; None: a real one."""
 
     def __init__(self, config: WorkerConfig, *, dynamo: Any = None) -> None:
         self.config = config
@@ -37,7 +37,7 @@ class Listed:
         return self.runtime.instance_id
 
     async def serve(self, generate: Generate, describe: Callable[[], dict[str, Any]] = dict) -> None:
-        """Until the runtime is shut down."""
+        """Serve until the runtime is shut down."""
         self.runtime.describe = describe
         await self.served.answer_with(Handler(generate, describe))
         await self.registration.list_for_peers()

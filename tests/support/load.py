@@ -1,4 +1,4 @@
-"""Steady load on a deployment, and what became of every single request."""
+"""Steady load on a deployment, with the outcome of every request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAUSE_SECONDS = 0.2
 
 
 def bodies(model: str, count: int, max_tokens: int = 24) -> list[Body]:
-    """Different prompts; every other one is drawn with a seed, the others are greedy."""
+    """Different prompts, alternately greedy and with a seed."""
     return [
         {
             "model": model,
@@ -34,7 +34,7 @@ def bodies(model: str, count: int, max_tokens: int = 24) -> list[Body]:
 
 @dataclass(slots=True)
 class Load:
-    """Ask the same few things again and again; every answer must be the undisturbed one."""
+    """Repeats a few requests; every answer must equal the undisturbed one."""
 
     client: httpx.AsyncClient
     url: str
@@ -42,20 +42,20 @@ class Load:
     expected: list[list[int]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     num_answers: int = 0
-    #: The nvext of each answer inside `running`, by the place of its request in `bodies`.
+    #: The nvext of each answer inside `running`, by the index of its request in `bodies`.
     answered: list[tuple[int, Body]] = field(default_factory=list)
-    #: How many answers each first-stage instance gave since `learn`.
+    #: Number of answers by first-stage instance since `learn`.
     answered_by: Counter[int] = field(default_factory=Counter)
     _answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def learn(self) -> None:
-        """What the answers are while nothing happens."""
+        """Record the undisturbed answers."""
         self.expected = [await self._ask(body) for body in self.bodies]
         self.answered_by.clear()
 
     @asynccontextmanager
     async def running(self, at_once: int) -> AsyncIterator[None]:
-        """Load inside the block; at its end every request has ended."""
+        """Load inside the block; waits for every request at its end."""
         stop = asyncio.Event()
         turns = itertools.cycle(range(len(self.bodies)))
         tasks = [asyncio.create_task(self._keep_asking(turns, stop)) for _ in range(at_once)]
@@ -66,7 +66,7 @@ class Load:
             await asyncio.gather(*tasks)
 
     async def answers(self, count: int) -> None:
-        """Wait for so many more."""
+        """Wait for `count` more."""
         goal = self.num_answers + count
         async with asyncio.timeout(60):
             while self.num_answers < goal:
@@ -85,7 +85,7 @@ class Load:
                 self.wrong.append(f"request {index}: {error!r}")
             self.num_answers += 1
             self._answered.set()
-            # Steady, not all that the machine can do: processes start meanwhile.
+            # Below the machine's limit: processes start meanwhile.
             await asyncio.sleep(PAUSE_SECONDS)
 
     async def _ask(self, body: Body) -> list[int]:
@@ -104,6 +104,6 @@ class Load:
 
 
 def first_stage(nvext: dict[str, Any]) -> int:
-    """The instance that the frontend has sent a request to."""
+    """The instance that the frontend chose for a request."""
     instance_id: int = nvext["worker_id"]["decode_worker_id"]
     return instance_id

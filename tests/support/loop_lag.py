@@ -1,4 +1,4 @@
-"""Does the event loop go on, or did a call stop it?"""
+"""Detects calls that block the event loop."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-#: An event loop that serves requests may wait for so long, in one of its callbacks. A call that waits for an engine, a
-#: server or a process takes longer; with ten processes for each core, waits of 130 ms were seen without any.
+#: Maximum wait in one callback of a serving event loop. Calls to an engine, a server or a process take longer; without
+#: any, 130 ms were seen with ten processes per core.
 LIMIT = 0.25
 _NANO = 1e-9
-#: A thread waits for the interpreter lock in pieces of this length, and asks for it after each.
+#: A thread waits for the GIL in pieces of this length.
 _LOCK_SECONDS = 0.001
-#: Seconds that were waited in `may_wait`, in all.
+#: Total seconds of waits in `may_wait`.
 _allowed = [0.0]
 
 
 @contextlib.asynccontextmanager
 async def loop_never_stands_still(limit: float = LIMIT) -> AsyncIterator[None]:
-    """Inside, no callback of this event loop waits for more than `limit` seconds in a call that blocks.
+    """Fails if a callback of this event loop blocks for more than `limit` seconds.
 
-    Only waiting inside a callback counts. Not counted is what a loaded machine does to any test: time in which the
-    thread computes or is ready and gets no core, in which another thread has the interpreter lock, in which the
-    hypervisor runs something else (nothing was waited for then), and in which a disk is read.
+    Counts only waits inside a callback, not the effects of a loaded machine: time while the thread computes or has no
+    core, another thread has the GIL, the hypervisor runs something else, or a disk is read.
     """
     thread, longest = threading.get_ident(), [0.0]
     run = asyncio.Handle._run
@@ -44,7 +43,7 @@ async def loop_never_stands_still(limit: float = LIMIT) -> AsyncIterator[None]:
         longest[0] = max(longest[0], waited)
 
     with mock.patch.object(asyncio.Handle, "_run", measured), _lock_waits_in_pieces():
-        # What comes is measured from here on, and the callback that has come up to the end is seen.
+        # Measures from here on, and sees the last callback.
         await asyncio.sleep(0)
         try:
             yield
@@ -55,7 +54,7 @@ async def loop_never_stands_still(limit: float = LIMIT) -> AsyncIterator[None]:
 
 @contextlib.contextmanager
 def may_wait() -> Iterator[None]:
-    """What is called inside may wait: a worker does it once, before it serves."""
+    """Calls inside may wait: a worker makes them once, before it serves."""
     before = _Spent.now()
     try:
         yield
@@ -75,12 +74,12 @@ def _lock_waits_in_pieces() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """Of this thread, so far."""
+    """This thread's use of time so far."""
 
     clock: float
-    #: Seconds in which it has run, or could have.
+    #: Seconds in which it ran or was runnable.
     busy: float
-    #: How often it has waited for something, and how often for a disk.
+    #: Number of waits, and of waits for a disk.
     waits: int
     reads: int
 
@@ -96,7 +95,7 @@ class _Spent:
         )
 
     def waited_since(self, before: _Spent) -> float:
-        """In calls. Whatever was waited for, so many waits for the interpreter lock could have lasted."""
+        """Seconds waited in calls, less the longest possible waits for the GIL."""
         waits = self.waits - before.waits
         if not waits or self.reads != before.reads:
             return 0.0

@@ -1,4 +1,4 @@
-"""Two engine cores in this process that meet for GENERATION_FIRST requests, stepped side by side."""
+"""Two engine cores in this process for GENERATION_FIRST requests, stepped alternately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ids = itertools.count(1 << 40)
 
 @dataclass
 class Met:
-    """One request, on both sides."""
+    """One request on both engines."""
 
     prompt: list[int]
     meeting: Rendezvous
@@ -27,7 +27,7 @@ class Met:
 
 @dataclass
 class Duo:
-    """`prefill` and `decode`; requests are added to each side when a test says so."""
+    """`prefill` and `decode`; a test adds requests to each separately."""
 
     prefill: Core
     decode: Core
@@ -69,7 +69,7 @@ class Duo:
         return met
 
     def answer(self, met: Met) -> Answer:
-        """Decode's."""
+        """Decode's answer."""
         assert met.decode is not None
         return self.decode.answers[met.decode, 0]
 
@@ -84,7 +84,7 @@ class Duo:
             core.step()
 
     def run(self) -> None:
-        """Until every request is done on both sides."""
+        """Run until every request is done on both engines."""
         self.run_until(
             lambda: all(a.done for core in (self.prefill, self.decode) for a in core.answers.values())
         )
@@ -95,7 +95,7 @@ class Duo:
             assert time.monotonic() < end, f"an engine hangs: {self._undone()}"
             self.step()
             if not self.prefill.engine.has_work and not self.decode.engine.has_work:
-                # Both wait for other threads; either may be woken.
+                # Both wait for other threads, which may wake either.
                 self.prefill.woken.wait(0.001)
                 self.prefill.woken.clear()
 
@@ -110,7 +110,7 @@ class Duo:
         )
 
     def assert_idle(self) -> None:
-        """Nothing is held on either side."""
+        """Neither engine holds anything."""
         self.run_until(lambda: not self.prefill.engine.num_active and not self.decode.engine.num_active)
         for core in (self.prefill, self.decode):
             core.assert_idle()
@@ -121,7 +121,7 @@ class Duo:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    """For what happens on other threads."""
+    """Wait for other threads."""
     end = time.monotonic() + HANG_SECONDS
     while not is_so():
         assert time.monotonic() < end, "it never happened"

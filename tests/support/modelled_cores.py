@@ -1,4 +1,4 @@
-"""Modelled engines in this process, in a time that passes only when an engine waits for it."""
+"""Modelled engines in this process, with a clock that advances only while an engine waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trtllm_disagg.engines.modelled.build import build_core
 from trtllm_disagg.engines.modelled.config import ModelledArgs
 from trtllm_disagg.engines.modelled.core import Clock
 
-#: A step of 2 ms, 10 us a prompt token, 100 us a decoding sequence.
+#: 2 ms per step, 10 us per prompt token, 100 us per decoding sequence.
 MEASURED: dict[str, Any] = {
     "step_ms": 2.0,
     "prefill_token_us": 10.0,
@@ -34,7 +34,7 @@ _CONFIG = {"vocab_size": 258, "max_position_embeddings": 2048, "num_hidden_layer
 
 
 class VirtualClock:
-    """Used by several threads; the one that waits moves it on."""
+    """For several threads; the waiting one advances it."""
 
     def __init__(self) -> None:
         self.time = 100.0
@@ -50,7 +50,7 @@ class VirtualClock:
 
 @functools.cache
 def model_directory() -> Path:
-    """All that an engine reads of it; gone when this process ends."""
+    """The files that an engine reads; removed when this process ends."""
     directory = Path(tempfile.mkdtemp(prefix="trtllm-disagg-modelled-"))
     atexit.register(shutil.rmtree, directory)
     (directory / "config.json").write_text(json.dumps(_CONFIG))
@@ -58,7 +58,7 @@ def model_directory() -> Path:
 
 
 class ModelledTestCore(Core):
-    """As `Core`. `modelled`: over `MEASURED` steps."""
+    """A `Core`. `modelled`: overrides of `MEASURED`."""
 
     def __init__(
         self, clock: Clock | None = None, modelled: dict[str, Any] | None = None, **args: Any
@@ -77,7 +77,7 @@ class ModelledTestCore(Core):
         return build_core(ModelledArgs(**args), self.woken.set, self.clock)
 
     def seconds_of(self, prompt: Sequence[int], max_tokens: int) -> list[float]:
-        """When each token of a request came, after it was added."""
+        """Time of each token since the request was added."""
         begun = self.clock.now()
         request = self.add(prompt, max_tokens)
         moments: list[float] = []

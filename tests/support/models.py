@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of each family, written as Hugging Face directories."""
+"""Writes tiny random checkpoints of each family as Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_checkpoint(directory: Path, family: str = "llama", *, seed: int = 0, *
     if family == "qwen3":
         settings["head_dim"] = 16
     if family == "gemma2":
-        # Every other layer has the window. As for the vocabulary: the cap on the logits is element-wise too.
+        # Every other layer has the window. The vocabulary again fits the vector width, for the logits' cap.
         settings |= {"sliding_window": 40, "head_dim": 16, "query_pre_attn_scalar": 24, "vocab_size": 320}
         settings |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     if family == "qwen3_moe":
@@ -61,19 +61,22 @@ def write_checkpoint(directory: Path, family: str = "llama", *, seed: int = 0, *
     return directory
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Bytes as tokens: token id = byte + 2, after bos (0) and eos (1)."""
+def write_tokenizer(directory: Path, image_token: str = "") -> None:
+    """Bytes as tokens: token id = byte + 2, after bos (0) and eos (1). `image_token` replaces the last byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<s>": 0, "</s>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
+    if image_token:
+        vocabulary[image_token] = vocabulary.pop(alphabet[-1])
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.add_special_tokens(["<s>", "</s>", *filter(None, [image_token])])
     tokenizer.save(str(directory / "tokenizer.json"))
+    content = _PARTS % image_token if image_token else "{{ m['content'] }}"
     template = (
-        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: " + content + "\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     settings = {
@@ -86,8 +89,15 @@ def write_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+#: Takes lists of parts only.
+_PARTS = (
+    "{%% for part in m['content'] %%}{%% if part['type'] == 'text' %%}{{ part['text'] }}"
+    "{%% else %%}%s{%% endif %%}{%% endfor %%}"
+)
+
+
 def greedy_answer(model: Any, prompt: list[int], count: int) -> list[int]:
-    """By transformers' own generate, wherever `model` is."""
+    """The answer of transformers' own generate."""
     import torch
 
     tokens = torch.tensor([prompt], device=model.device)

@@ -1,4 +1,4 @@
-"""The scripted LLM under the name `tensorrt_llm`, for code that imports that."""
+"""The scripted LLM under the name `tensorrt_llm`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from trtllm_disagg.engines.embedded.mount import find_name
+from trtllm_disagg.engines import embedded
 from trtllm_disagg.engines.recording import llm as recording
 from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC, HardEdges, global_id_function
 
 ROOT = "tensorrt_llm"
 
-#: submodule -> its names; where TensorRT-LLM keeps what a text worker imports.
+#: Submodule -> names that a text worker imports from it.
 NAMES = {
     "": "LLM SamplingParams DisaggregatedParams",
     "llmapi": "KvCacheConfig CacheTransceiverConfig SchedulerConfig DynamicBatchConfig ConversationParams",
     "llmapi.disagg_utils": "",
+    "_torch": "",
+    "_torch.shared_tensor": "SharedTensorContainer",
     "disaggregated_params": "DisaggregatedParams DisaggScheduleStyle",
     "sampling_params": "SamplingParams GuidedDecodingParams",
     "scheduling_params": "SchedulingParams",
@@ -28,14 +30,14 @@ NAMES = {
 }
 
 
-#: The release that this project is written for.
+#: The release that this project supports.
 VERSION = "1.3.0rc29"
 _IDS = "get_global_disagg_request_id"
 
 
 @contextmanager
 def mounted_recording_llm(edges: HardEdges = PESSIMISTIC, version: str = VERSION) -> Iterator[ModuleType]:
-    """Inside, `import tensorrt_llm` gives the stand-in; afterwards everything is as it was."""
+    """Inside, `import tensorrt_llm` gives the stand-in; restores everything afterwards."""
     before, edges_before = _taken_out(), recording.LLM.next_edges
     recording.LLM.next_edges = edges
     try:
@@ -52,7 +54,7 @@ def _put_in(version: str) -> ModuleType:
         module = ModuleType(f"{ROOT}.{part}" if part else ROOT)
         module.__path__ = []
         for name in names.split():
-            setattr(module, name, getattr(recording, name, None) or find_name(name))
+            setattr(module, name, getattr(recording, name, None) or getattr(embedded, name))
         sys.modules[module.__name__] = module
         parent, _, child = module.__name__.rpartition(".")
         if parent:

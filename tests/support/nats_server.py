@@ -1,8 +1,9 @@
-"""A NATS server with JetStream for tests: a process of its own, that can be killed and comes back."""
+"""A NATS server with JetStream as a process that tests can kill and restart."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 import urllib.error
@@ -22,7 +23,7 @@ _POLL_SECONDS = 0.01
 
 
 class NatsServer:
-    """On one port and one store, however often it is started."""
+    """Keeps its port and its store over restarts."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class NatsServer:
             time.sleep(_POLL_SECONDS)
 
     def forget(self, store: Path) -> None:
-        """From the next start on it knows what is in `store`, and no more."""
+        """Replace the server's store by `store` at the next start."""
         self._store = store
 
     def kill(self) -> None:
@@ -68,6 +69,16 @@ class NatsServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Inside, the server accepts connections but never answers."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def _is_healthy(self) -> bool:
         path = NATS_HEALTH if self._jetstream else "/healthz"

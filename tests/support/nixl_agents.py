@@ -1,4 +1,4 @@
-"""NIXL's own agents, with transfers that end as a test says."""
+"""NIXL's agents with scripted ends of transfers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tests.support.fake_transport import WaitsFor
 
 
 class ScriptedAgent(nixl_agent):  # type: ignore[misc]
-    """Moves the bytes as NIXL does, whatever it says of the transfer."""
+    """Moves bytes as NIXL does, but reports scripted states."""
 
     def __init__(self, name: str, config: Any) -> None:
         super().__init__(name, config)
-        #: What is said of every transfer; None: what is so.
+        #: Reported state of every transfer; None: the real one.
         self.state: str | None = None
-        #: Transfers of which is said that they go on.
+        #: Transfers reported as running.
         self.unending: list[Any] = []
-        #: Of the newest transfer.
+        #: The newest transfer's handle.
         self.handle: Any = None
-        #: Raised where the agent is given time.
+        #: Raised when the agent makes progress.
         self.failure: Exception | None = None
         self.num_added = 0
         self.forgotten: list[str] = []
         #: The next transfer waits for this.
         self.held: WaitsFor | None = None
         self._is_copying = False
-        #: What the agent is asked to do while that transfer waits.
+        #: Calls to the agent while that transfer waits.
         self.asked_meanwhile: queue.SimpleQueue[str] = queue.SimpleQueue()
-        #: Where each own list of blocks begins that a transfer was prepared with.
+        #: Start of each local block list of the prepared transfers.
         self.own_tables: list[int] = []
 
     def transfer(self, handle: Any, *args: Any) -> Any:
@@ -80,7 +80,7 @@ class ScriptedAgent(nixl_agent):  # type: ignore[misc]
 
 
 class ScriptedAgents(dict[str, ScriptedAgent]):
-    """By name. `make` is for a NixlTransport."""
+    """Agents by name; pass `make` to a NixlTransport."""
 
     def make(self, name: str, config: Any) -> ScriptedAgent:
         self[name] = ScriptedAgent(name, config)

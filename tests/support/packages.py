@@ -1,4 +1,4 @@
-"""Packages that are installed as far as their metadata goes."""
+"""Installs packages as metadata only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def install(folder: Path, *names: str) -> None:
-    """For processes that have `folder` in sys.path."""
+    """For processes with `folder` in sys.path."""
     for name in names:
         metadata = folder / f"{name}-1.3.0rc29.dist-info" / "METADATA"
         metadata.parent.mkdir()

@@ -1,4 +1,4 @@
-"""An HTTP server with pages, in place of a frontend."""
+"""An HTTP server with fixed pages in place of a frontend."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from trtllm_disagg.tools.up.plan import LOOPBACK
 
 
 class Pages(ThreadingHTTPServer):
-    """Path -> status and body; what is asked of it is kept."""
+    """Serves path -> status and body; records requests."""
 
     def __init__(self) -> None:
         super().__init__((LOOPBACK, 0), _Handler)
         self.pages: dict[str, tuple[int, Any]] = {}
         self.asked: list[tuple[str, Any]] = []
-        #: Bytes that each answer announces and does not have.
+        #: Bytes that each answer announces but lacks.
         self.num_missing = 0
 
     @property

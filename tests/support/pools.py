@@ -1,4 +1,4 @@
-"""Small KV pools of a transport, in this process or in a child of it."""
+"""Small KV pools of a transport, in this process or a child."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ LAYOUT = KvLayout("m", LAYERS, SLOTS, HEADS, DIM, "float32")
 
 
 class Pool:
-    """`kv[block, layer, k|v, ...]`, filled with numbers that say where they are."""
+    """`kv[block, layer, k|v, ...]`, filled with numbers that encode their place."""
 
     def __init__(
         self, backend: str, num_blocks: int, name: str, transport: StagingTransport | None = None
     ) -> None:
-        """`transport`: instead of one of this backend."""
+        """`transport`: in place of the backend's."""
         self.transport = transport or create_transport(backend)
         shape = (num_blocks, LAYERS, 2, SLOTS, HEADS, DIM)
         self.kv = self.transport.allocate(shape, torch.float32, torch.device("cpu"))
@@ -58,7 +58,7 @@ class Pool:
         self.transport.close()
 
     def _progress(self) -> None:
-        """As a sender with leases does: readers connect through it."""
+        """Serves connecting readers, like a sender with leases."""
         while not self._closed.wait(0.001):
             self.transport.progress()
 
@@ -85,7 +85,7 @@ def pool_in_a_child(backend: str, transport: Literal["as it is", "tcp"] = "as it
 
 
 class TcpTransport(NixlTransport):
-    """NIXL over tcp, where a stopped peer stalls a read, and every program that connects may read."""
+    """NIXL over tcp: a stopped peer stalls a read, and any program may read."""
 
     def serve(self, sender: str) -> bytes:
         with pytest.MonkeyPatch.context() as patched:

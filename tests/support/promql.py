@@ -1,4 +1,4 @@
-"""Prometheus's side of a /metrics page: the series on it, and which of them an expression asks for."""
+"""Parses /metrics pages into series, and selects those of a PromQL expression."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DASHBOARD = ROOT / "deploy" / "observability" / "grafana-dashboard.json"
 
 @cache
 def expressions() -> dict[str, str]:
-    """What our dashboard and our alerts ask for."""
+    """The expressions of our dashboard and alerts."""
     rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
     found = {rule["alert"]: rule["expr"] for rule in rules}
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
@@ -37,7 +37,7 @@ class Series(NamedTuple):
 
 
 def series_of(page: str) -> list[Series]:
-    # The parser calls every counter `_total`, whether the page does or not.
+    # The parser appends `_total` to every counter.
     names = set(re.findall(r"^\w+", page, re.MULTILINE))
     return [
         Series(s.name if s.name in names else s.name.removesuffix("_total"), s.labels, s.value)
@@ -47,7 +47,7 @@ def series_of(page: str) -> list[Series]:
 
 
 def selectors(expression: str) -> list[Any]:
-    """The vector selectors of a PromQL expression, which must be one."""
+    """The vector selectors of a valid PromQL expression."""
     found: list[Any] = []
 
     def visit(node: Any) -> None:
@@ -61,7 +61,7 @@ def selectors(expression: str) -> list[Any]:
 
 
 def selected(expression: str, series: Iterable[Series]) -> Iterator[Series]:
-    """Of a single selector."""
+    """The series of one selector."""
     (selector,) = selectors(expression)
     return (each for each in series if asks_for(selector, each))
 

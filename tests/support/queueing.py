@@ -1,162 +1,169 @@
-"""Workers around one prefill queue in this process, each with a NATS connection and a recording LLM of its own."""
+"""Workers around one prefill queue in this process, each with its NATS connection and recording LLM."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.support.handling import until
 from tests.support.nats_server import NatsServer
 from tests.support.recording_pair import recording_engine
+from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engines.recording.llm import LLM, Script
-from trtllm_disagg.errors import NoInstanceError
-from trtllm_disagg.handlers.cancellation import num_in_background
-from trtllm_disagg.handlers.select import NoStage, StageClient, StageInstance
+from trtllm_disagg.errors import PeerUnavailableError
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
+from trtllm_disagg.handlers.drain import num_in_background
+from trtllm_disagg.handlers.idle_timeout import stream_timeouts_of
+from trtllm_disagg.handlers.peers import Peers
+from trtllm_disagg.handlers.queued import PrefillQueue
+from trtllm_disagg.handlers.selection import NoStage, RoundRobin, Selection, StageClient
 from trtllm_disagg.handlers.services import build_generate
+from trtllm_disagg.prefill_queue.asking import Asking
 from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
-from trtllm_disagg.prefill_queue.messages import Names
-from trtllm_disagg.prefill_queue.nats_queue import DepthWatch, Puller, Room
-from trtllm_disagg.prefill_queue.queue_client import QueueClient
+from trtllm_disagg.prefill_queue.taking import Room, Taking
+from trtllm_disagg.prefill_queue.tickets import Names
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import Generate
 
 _namespaces = itertools.count(1)
 
 
-class NoWorkers(NoStage):
-    """No worker can be asked but through the queue."""
-
-    async def pick(self, request: GenerateRequest) -> StageInstance:
-        raise NoInstanceError("no worker is there")
-
-
-def worker_config(namespace: str, role: Role, strategy: str) -> WorkerConfig:
+def worker_config(namespace: str, role: Role, strategy: str, max_tries: int = 1) -> WorkerConfig:
     return WorkerConfig(
         model="org/model",
         role=role,
         strategy=strategy,
         namespace=namespace,
         prefill_dispatch="queue",
-        # What fails here is the caller's to know.
-        max_tries=1,
+        # The caller handles errors.
+        max_tries=max_tries,
         on_missing_stage="fail",
     )
 
 
 @dataclass
-class Pushing:
-    client: QueueClient
-    watch: DepthWatch
+class PrefillWorkers:
+    """The prefill workers in discovery."""
+
+    by_id: dict[int, RecordingStageClient] = field(default_factory=dict)
+
+    def instance_ids(self) -> list[int]:
+        return list(self.by_id)
+
+    def instance(self, instance_id: int) -> RecordingStageClient:
+        return self.by_id[instance_id]
+
+
+@dataclass
+class Asker:
+    asking: Asking
     broker: Broker
+    peers: Peers
     generate: Generate
     llm: LLM
-    listening: AsyncExitStack
+    running: AsyncExitStack
 
     async def close(self) -> None:
-        await self.watch.stop()
-        await self.listening.aclose()
-        # What a request has left to be withdrawn would wait for an answer of the closed connection.
+        await self.running.aclose()
+        # A request's pending withdrawal would wait for the closed connection.
         await until(lambda: num_in_background() == 0)
         await self.broker.close()
 
 
 @dataclass
-class Pulling:
-    puller: Puller
+class Taker:
+    taking: Taking
+    room: Room
     broker: Broker
-    instance_id: int
-    llm: LLM
-    listening: AsyncExitStack
+    engine: Engine
+    client: RecordingStageClient
+
+    @property
+    def llm(self) -> LLM:
+        llm: LLM = self.engine.llm
+        return llm
 
     async def die(self) -> None:
-        """As a killed process: it answers no more, and nothing is settled."""
+        """Act like a killed process still in discovery: no answers, nothing settled."""
+        self.client.fails_with(PeerUnavailableError("connection refused"))
         await self.broker.close()
-        await self.listening.aclose()
-        await self.puller.close()
-
-    async def leave(self) -> None:
-        """As on a SIGTERM."""
-        self.puller.stop()
-        await self.puller.drained()
-
-
-@dataclass(frozen=True)
-class QueuedPrefills:
-    """What a request path sees of a queue."""
-
-    client: QueueClient
-    watch: DepthWatch
-
-    def depth(self) -> int:
-        return self.watch.depth()
+        await self.taking.close()
 
 
 @dataclass
 class Queueing:
-    """One queue. What it makes, it closes."""
+    """One queue; closes everything that it makes."""
 
     server: NatsServer
     strategy: str = "decode_first"
     namespace: str = field(default_factory=lambda: f"test-{next(_namespaces)}")
     kind: str = "kind"
     limits: QueueLimits = field(default_factory=QueueLimits)
-    pushers: list[Pushing] = field(default_factory=list)
-    pullers: list[Pulling] = field(default_factory=list)
+    max_tries: int = 1
+    workers: PrefillWorkers = field(default_factory=PrefillWorkers)
+    askers: list[Asker] = field(default_factory=list)
+    takers: list[Taker] = field(default_factory=list)
 
     @property
     def names(self) -> Names:
         return Names.of(worker_config(self.namespace, Role.PREFILL, self.strategy), self.kind)
 
-    async def connect(self, kind: type[Broker] = Broker) -> Broker:
-        return await kind.connect(self.server.url, self.names, self.limits)
+    async def connect(self) -> Broker:
+        return await Broker.connect(self.server.url, self.names, self.limits)
 
-    async def pusher(
-        self, timeout: float = 20.0, stage: StageClient | None = None, broker: Broker | None = None
-    ) -> Pushing:
-        """A worker of the strategy's first stage, with a queue timeout in seconds."""
+    async def asker(
+        self,
+        timeout: float = 20.0,
+        decode: StageClient | None = None,
+        broker: Broker | None = None,
+        *,
+        may_answer_alone: bool = False,
+    ) -> Asker:
+        """A worker of the strategy's first stage, with a queue timeout in seconds. `decode`: its decode workers."""
         broker = broker or await self.connect()
-        client = QueueClient(broker, timeout)
-        listening = AsyncExitStack()
-        await listening.enter_async_context(client.listening())
-        watch = DepthWatch(broker, client.waiting_ages)
-        await watch.start()
+        asking, running = Asking(broker, timeout), AsyncExitStack()
+        await running.enter_async_context(asking.running())
         engine = recording_engine()
         role = Role(spec_of(self.strategy).entry_role or "decode")
-        config = worker_config(self.namespace, role, self.strategy)
-        queue = QueuedPrefills(client, watch)
-        generate = build_generate(config, engine, stage or NoWorkers(), queue=queue, instance_id=0xF)
-        self.pushers.append(Pushing(client, watch, broker, generate, engine.llm, listening))
-        return self.pushers[-1]
+        config = worker_config(self.namespace, role, self.strategy, self.max_tries)
+        config = replace(config, on_missing_stage="local" if may_answer_alone else "fail")
+        selection = Selection(self.workers, RoundRobin(), "prefill")
+        peers = Peers(selection, CircuitBreaker(3, 60.0), stream_timeouts_of(config))
+        queue = PrefillQueue(asking, peers)
+        generate = build_generate(config, engine, decode or peers, queue=queue, instance_id=0xF)
+        self.askers.append(Asker(asking, broker, peers, generate, engine.llm, running))
+        return self.askers[-1]
 
-    async def puller(
-        self,
-        instance_id: int = 0xA,
-        max_items: int = 4,
-        max_tokens: int = 1000,
-        serve: Generate | None = None,
-    ) -> Pulling:
-        """A prefill worker. `serve` answers in the place of its engine."""
+    async def taker(
+        self, instance_id: int = 0xA, max_prefills: int = 4, max_tokens: int = 1000, *, is_listed: bool = True
+    ) -> Taker:
+        """A prefill worker."""
         broker = await self.connect()
         engine = recording_engine()
         config = worker_config(self.namespace, Role.PREFILL, self.strategy)
-        generate = serve or build_generate(config, engine, NoStage())
-        puller = Puller(broker, instance_id, Room(max_items, max_tokens), generate)
-        listening = AsyncExitStack()
-        await listening.enter_async_context(puller.listening())
-        puller.start()
-        self.pullers.append(Pulling(puller, broker, instance_id, engine.llm, listening))
-        return self.pullers[-1]
+        client = RecordingStageClient(build_generate(config, engine, NoStage()))
+        client.instance_id = instance_id
+        if is_listed:
+            self.workers.by_id[instance_id] = client
+        room = Room(max_prefills, max_tokens)
+        engine.prefilling = room.prefilling
+        taking = Taking(broker, instance_id, room)
+        taking.start()
+        self.takers.append(Taker(taking, room, broker, engine, client))
+        return self.takers[-1]
 
     async def close(self) -> None:
-        for pulling in self.pullers:
-            await pulling.die()
-        for pushing in self.pushers:
-            await pushing.close()
+        for asker in self.askers:
+            await asker.close()
+        for taker in self.takers:
+            await taker.die()
+            await taker.client.idle()
 
 
 @asynccontextmanager
@@ -173,25 +180,18 @@ async def closing(queue: Queueing) -> AsyncIterator[Queueing]:
         await queue.close()
 
 
-def raising(error: Exception) -> Generate:
-    def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        raise error
-
-    return generate
-
-
 def blocked() -> tuple[Script, asyncio.Semaphore]:
-    """A request that gets one token for each permit."""
+    """A script that gives one token per permit."""
     gate = asyncio.Semaphore(0)
     return Script(gate=gate), gate
 
 
 async def begun(
-    pulling: Pulling, answer: Coroutine[Any, Any, Any]
+    taker: Taker, answer: Coroutine[Any, Any, Any]
 ) -> tuple[asyncio.Task[Any], asyncio.Semaphore]:
-    """The answer to a request that this worker has taken and that its engine has, blocked as above."""
+    """The answer to a blocked request that this worker's engine has begun."""
     script, gate = blocked()
-    pulling.llm.scripts.append(script)
+    taker.llm.scripts.append(script)
     running = asyncio.create_task(answer)
-    await until(lambda: pulling.llm.results)
+    await until(lambda: taker.llm.results)
     return running, gate

@@ -1,5 +1,5 @@
-"""An event simulation of agg and of a prefill and a decode worker, by straight-line step times: nothing of the
-product's scheduler, engine or transport is in it, and no software takes any time.
+"""An event simulation of agg and of a prefill and a decode worker with linear step times. It uses none of the product's
+code, and software takes no time.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Gpu:
-    """Seconds. A step takes `step`, `prompt_token` for each token of a prompt, `answer_token` for each sequence."""
+    """Seconds: a step takes `step`, plus `prompt_token` per prompt token, plus `answer_token` per sequence."""
 
     step: float
     prompt_token: float
     answer_token: float
-    #: Of KV, and of the link, a second.
+    #: KV bytes per token, and the link's bytes per second.
     bytes_per_token: float = 0.0
     link_bytes: float = 1.0
     latency: float = 0.0
@@ -37,8 +37,8 @@ class Job:
         return (self.tokens[-1] - self.tokens[0]) / (self.answer - 1)
 
 
-def simulate_agg(gpu: Gpu, jobs: Sequence[Job], most_step_tokens: int) -> None:
-    """One worker: every request that is there when a step begins is in it, prompts as far as the step has room."""
+def simulate_agg(gpu: Gpu, jobs: Sequence[Job], max_step_tokens: int) -> None:
+    """One worker: each step has all present requests, and as much of their prompts as fits."""
     waiting = sorted(jobs, key=lambda job: job.arrival)
     left: dict[int, int] = {}
     prefilling: list[Job] = []
@@ -51,7 +51,7 @@ def simulate_agg(gpu: Gpu, jobs: Sequence[Job], most_step_tokens: int) -> None:
             job = waiting.pop(0)
             left[id(job)] = job.prompt
             prefilling.append(job)
-        room = most_step_tokens - len(decoding)
+        room = max_step_tokens - len(decoding)
         chunks: list[tuple[Job, int]] = []
         for job in prefilling:
             if room <= 0:
@@ -73,11 +73,11 @@ def simulate_agg(gpu: Gpu, jobs: Sequence[Job], most_step_tokens: int) -> None:
         decoding = [job for job in decoding if len(job.tokens) < job.answer]
 
 
-def simulate_pair(gpu: Gpu, jobs: Sequence[Job], most_step_tokens: int) -> None:
-    """A prefill and a decode worker, in either order: without software both orders take the same time."""
+def simulate_pair(gpu: Gpu, jobs: Sequence[Job], max_step_tokens: int) -> None:
+    """A prefill and a decode worker; without software time both orders are equal."""
     ready: list[tuple[float, Job]] = []
     link_free = 0.0
-    for job, done in _prefills(gpu, jobs, most_step_tokens):
+    for job, done in _prefills(gpu, jobs, max_step_tokens):
         job.tokens.append(done)
         link_free = max(link_free, done) + job.prompt * gpu.bytes_per_token / gpu.link_bytes
         ready.append((link_free + gpu.latency, job))
@@ -95,9 +95,9 @@ def simulate_pair(gpu: Gpu, jobs: Sequence[Job], most_step_tokens: int) -> None:
         decoding = [job for job in decoding if len(job.tokens) < job.answer]
 
 
-def _prefills(gpu: Gpu, jobs: Sequence[Job], most_step_tokens: int) -> list[tuple[Job, float]]:
-    """When each prompt was done, in that order."""
+def _prefills(gpu: Gpu, jobs: Sequence[Job], max_step_tokens: int) -> list[tuple[Job, float]]:
+    """End of each prompt, in order."""
     alone = [Job(job.arrival, job.prompt, 1) for job in jobs]
-    simulate_agg(gpu, alone, most_step_tokens)
+    simulate_agg(gpu, alone, max_step_tokens)
     done = [(job, shadow.tokens[0]) for job, shadow in zip(jobs, alone, strict=True)]
     return sorted(done, key=lambda pair: pair[1])

@@ -1,8 +1,8 @@
-"""What the tests of tensor parallelism run: several schedules of the same prompts, and the logits of every token.
+"""For the tests of tensor parallelism: several schedules of the same prompts, and the logits of every token.
 
-As a program, one of the two ranks of a job: `mpiexec -n 2 python -m tests.support.ranks ANSWERS KIND...`, a kind is
-`family-forward` and its checkpoint is in the folder FAMILY beside ANSWERS. Rank 0 writes what it got, and what it
-got when prefill and decode had other numbers of ranks.
+As a program, a rank of a job: `mpiexec -n 2 python -m tests.support.ranks ANSWERS KIND...`. A kind is `family-forward`,
+with its checkpoint in the folder FAMILY beside ANSWERS. Rank 0 writes its logits, also of handoffs between other
+numbers of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trtllm_disagg.engines.embedded.tensor_parallel.team import Team
 
 NEW_TOKENS = 8
 STEM = [2 + (i * 17 + i * i) % 250 for i in range(80)]
-#: Two have a stem in common, of no whole number of tiles; Mistral's window is 40 tokens.
+#: Two share a stem that is no whole number of tiles; Mistral's window is 40 tokens.
 PROMPTS = [
     [3],
     STEM + [9] * 53,
@@ -45,7 +45,7 @@ MakeCore = Callable[..., Core]
 
 
 class Recorder:
-    """Every row of logits that is sampled from for these prompts, until it is taken."""
+    """Keeps each sampled row of logits of these prompts until it is taken."""
 
     def __init__(self, prompts: Sequence[list[int]]) -> None:
         self._prompts = prompts
@@ -71,12 +71,12 @@ def recording() -> Iterator[Callable[[], Logits]]:
     core_module.sample = sampler.sample  # type: ignore[attr-defined]
 
 
-#: That record_all makes.
+#: Number of answers of record_all.
 _ENGINES = 2
 
 
 def record_all(make_core: MakeCore) -> Answers:
-    """The prompts one by one, all together with their prefixes in the cache, and in chunks."""
+    """Run the prompts one by one, together with cached prefixes, and in chunks."""
     answers: Answers = {}
     with recording() as take:
         whole = make_core(kv_cache_config={"max_tokens": 1024})
@@ -91,7 +91,7 @@ def record_all(make_core: MakeCore) -> Answers:
             max_num_tokens=64,
             enable_chunked_prefill=True,
         )
-        # Alone: a chunk that samples nothing is all of a step.
+        # Alone, so that some steps have only a chunk that samples nothing.
         chunked.generate(PROMPTS[1], NEW_TOKENS)
         chunked.run(*(chunked.add(prompt, NEW_TOKENS) for prompt in PROMPTS))
         answers["chunked"] = take()
@@ -100,7 +100,7 @@ def record_all(make_core: MakeCore) -> Answers:
 
 
 def record_handoffs(make_alone: MakeCore, make_team: MakeCore) -> Answers:
-    """Prefill in one engine, decode in another, together and with part of the prompt in the cache of both."""
+    """Prefill in one engine, decode in another, together and with a part of the prompt in both caches."""
     answers: Answers = {}
     for backend in BACKENDS:
         settings: dict[str, Any] = {

@@ -22,22 +22,21 @@ MAX_SEQ_LEN = 512
 
 
 def recording_engine(**engine_args: Any) -> Engine:
-    """An Engine on a scripted LLM; `engine.llm` is that."""
+    """An Engine on a scripted LLM, which is `engine.llm`."""
     args = {"model": "org/model", "max_seq_len": MAX_SEQ_LEN, "cache_transceiver_config": {"backend": "NIXL"}}
     return Engine.open(load_api("recording"), args | engine_args, machine_id=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """`generate` answers as the deployment does. `client` is the way to the second stage; under `router`,
-    where the frontend calls both, it is the way to decode.
-    """
+    """`generate` answers like the deployment. `client` calls the second stage (under `router`: decode)."""
 
     generate: Generate
     prefill: LLM
     decode: LLM
     client: RecordingStageClient
     clients: list[RecordingStageClient]
+    engines: dict[Role, Engine]
 
     async def idle(self) -> None:
         """Wait until nothing runs on either worker."""
@@ -46,13 +45,15 @@ class Pair:
 
 
 def make_pair(strategy: str, **settings: Any) -> Pair:
-    """`settings` of both workers."""
+    """`settings`: of both workers."""
     spec = spec_of(strategy)
     engines = {role: recording_engine() for role in (Role.PREFILL, Role.DECODE)}
     unused = RecordingStageClient()
 
     def handler(role: Role, client: RecordingStageClient) -> Generate:
-        config = WorkerConfig(model="org/model", role=role, strategy=strategy, **settings)
+        # These decode workers get no cache events, so they would hand no answer back.
+        own = ({} if spec.entry_role is None else {"pull_min_tokens": 0}) | settings
+        config = WorkerConfig(model="org/model", role=role, strategy=strategy, **own)
         return build_generate(config, engines[role], client)
 
     if spec.entry_role is None:
@@ -62,11 +63,11 @@ def make_pair(strategy: str, **settings: Any) -> Pair:
         first, second = sorted(engines, key=lambda role: role != spec.entry_role)
         client = RecordingStageClient(handler(second, unused))
         generate, clients = handler(first, client), [client]
-    return Pair(generate, engines[Role.PREFILL].llm, engines[Role.DECODE].llm, client, clients)
+    return Pair(generate, engines[Role.PREFILL].llm, engines[Role.DECODE].llm, client, clients, engines)
 
 
 def prefill_router(prefill: RecordingStageClient, decode: RecordingStageClient) -> Generate:
-    """What Dynamo's frontend does with a prefill and a decode worker."""
+    """Call prefill and decode as Dynamo's frontend does."""
 
     async def generate(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
         raw = request.raw
@@ -93,10 +94,10 @@ def prefill_router(prefill: RecordingStageClient, decode: RecordingStageClient) 
 
 
 async def leftover_tasks() -> set[asyncio.Task[Any]]:
-    """Tasks that still run in this event loop after all had the time to finish."""
-    for _ in range(_ENOUGH_TURNS):
+    """Tasks that still run after all had time to finish."""
+    for _ in range(_ENOUGH_TICKS):
         await asyncio.sleep(0)
     return {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
 
 
-_ENOUGH_TURNS = 50
+_ENOUGH_TICKS = 50

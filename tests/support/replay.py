@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Replay:
-    """What a router knows: the events, applied in order."""
+    """A router's knowledge: applies events in order."""
 
     def __init__(self) -> None:
         self.known: set[int] = set()

@@ -1,4 +1,4 @@
-"""The engine core's loop around a model that is simulated: cheap, deterministic, and wrong as soon as KV is wrong."""
+"""The engine core's loop around a cheap, deterministic simulated model, which fails if KV is wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
 
 SIZE = 16
 TILE = 32
-#: Answers use other tokens than prompts, so that no prompt finds KV that decoding made.
+#: Tokens of answers only, so that no prompt matches KV of decoding.
 FIRST_OUTPUT = 1000
 HANDLE = KvHandle(VERSION, "prefill", "tcp://127.0.0.1:1", b"l" * 16, b"y" * 16, b"p" * 16, 1, [0], 0)
 _PRIME = 2**31 - 1
@@ -41,7 +41,7 @@ def sequence(
 
 
 class SimulatedModel:
-    """KV of a position: a number made of its token and of all KV before it; prefill and decode round differently."""
+    """A position's KV is a number made of its token and all KV before; prefill and decode round differently."""
 
     def __init__(self, num_blocks: int, tokens_per_block: int) -> None:
         self.kv = torch.full((num_blocks, 1, 2, tokens_per_block, 1, 1), -1.0, dtype=torch.float64)
@@ -49,11 +49,11 @@ class SimulatedModel:
         self._size = tokens_per_block
 
     def spoil(self, blocks: list[int]) -> None:
-        """The contents of free blocks may not be read."""
+        """Overwrite free blocks, which must not be read."""
         self.kv[blocks] = -1.0
 
     def run(self, row: Row) -> int:
-        """The token that comes out of the row's last position."""
+        """The token after the row's last position."""
         s = row.sequence
         end = s.num_computed + row.num_tokens
         return self.compute(s.tokens[:end], s.blocks, s.num_computed, 1 if s.in_prefill else 2)
@@ -72,7 +72,7 @@ class SimulatedModel:
 
 @dataclass
 class Engine:
-    """`step` checks what must hold in every step."""
+    """`step` checks the invariants of every step."""
 
     num_blocks: int = 16
     tokens_per_block: int = SIZE
@@ -133,7 +133,7 @@ class Engine:
         self.blocks.commit(s.tokens[: s.num_computed], s.blocks, s.keys, s.salt)
 
     def receive(self, *, fails: bool = False) -> None:
-        """The oldest pull ends."""
+        """End the oldest pull."""
         s = self.receiving.pop(0)
         if fails or s.aborted:
             self.retire(s)
@@ -175,8 +175,8 @@ class Engine:
         self.blocks.release(self.leased.pop(0))
 
     def drain(self, max_steps: int = 20_000) -> None:
-        """Until no sequence is left. What ends by itself ends only when nothing else can go on."""
-        # `has_runnable` decides whether the engine's process sleeps: never while something could run.
+        """Run until no sequence is left. Pulls end only when nothing else can run."""
+        # `has_runnable` must be true while something can run, or the engine's process would sleep.
         for _ in range(max_steps):
             if self.scheduler.has_runnable:
                 self.step()
@@ -191,7 +191,7 @@ class Engine:
 
 @functools.cache
 def solo(prompt: tuple[int, ...], max_tokens: int, size: int) -> list[int]:
-    """Alone, in one piece, in a pool with room for everything."""
+    """The answer alone, unchunked, in a large enough pool."""
     engine = Engine(64, size, {"max_num_tokens": 1024, "kv_cache_config": {"enable_block_reuse": False}})
     engine.scheduler.add(sequence(0, len(prompt), max_tokens, prompt=list(prompt)))
     engine.drain()

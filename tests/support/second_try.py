@@ -1,7 +1,7 @@
-"""What fails is tried once more: a shared fixture at once; with `--second-try` each test after the run, one at a time.
+"""Retries failures once: a shared fixture at once; with `--second-try` each test after the run, one at a time.
 
-Some 400 tests run real processes on whatever machine this is. What fails twice fails the run. So does a run in which
-more than `MOST` needed the second try: that is no bad luck. What passed then is named, as a bug to find.
+About 400 tests run real processes on any machine. A second failure fails the run, and so do more than `MOST` retries.
+Names each test that passed on its retry, as a bug to find.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 MOST = 5
-#: The second run ends with the third test that fails again.
+#: The second run ends at the third failure.
 _MAXFAIL = 3
 
 
 class SecondTries:
-    """A pytest plugin: what failed at the first try in this process and, under -n, in those that it started."""
+    """A pytest plugin that collects first failures of this process and, under -n, of its workers."""
 
     def __init__(self) -> None:
         self._tests: dict[str, None] = {}
@@ -27,7 +27,7 @@ class SecondTries:
         self._in_hand: set[str] = set()
 
     def shared(self, name: str, error: Exception) -> None:
-        """A fixture that tests share has failed, and is tried once more."""
+        """Record a shared fixture that failed and is retried."""
         self._shared.append(f"{name}, after {type(error).__name__}: {error}")
 
     @property
@@ -69,7 +69,7 @@ class SecondTries:
             terminalreporter.write_line("\n".join(self._shared))
 
     def conclude(self, code: int) -> int:
-        """After a run that ended with `code`: run the tests that failed once more, and say what needed it."""
+        """After a run with exit `code`: run failed tests once more, and name all retries."""
         print(
             f"{len(self.needed)} needed a second try, of at most {MOST}:",
             *self.needed,
@@ -90,7 +90,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
-    """Around the whole run, and in each of xdist's processes."""
+    """Wraps the whole run, and each of xdist's processes."""
     tries = SecondTries()
     config.pluginmanager.register(tries, "second tries")
     code = yield

@@ -1,13 +1,13 @@
-"""The router's side of the publishers, which only writes down what it hears."""
+"""Recording stand-ins of the router's publishers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trtllm_disagg.engine.cache_events import CacheEvents, StoredBlocks
-from trtllm_disagg.handlers.decide import CachedPrefix
+from trtllm_disagg.handlers.cached_prefix import CachedPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class Stored:
     block_hashes: list[int]
     parent_hash: int | None
     cache_salt: str | None
+    block_mm_infos: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Removed:
 
 @dataclass(slots=True)
 class RecordingEventSink:
-    """Dynamo's KvEventPublisher. Refuses what does not fit a signed 64-bit number, as that does."""
+    """Dynamo's KvEventPublisher. Like it, refuses numbers above signed 64 bits."""
 
     events: list[Stored | Removed] = field(default_factory=list)
     is_shut_down: bool = False
@@ -39,11 +40,14 @@ class RecordingEventSink:
         parent_hash: int | None = None,
         *,
         cache_salt: str | None = None,
+        block_mm_infos: Sequence[Any] | None = None,
     ) -> None:
         _check(block_hashes + ([] if parent_hash is None else [parent_hash]))
         if len(token_ids) != sum(num_block_tokens) or len(num_block_tokens) != len(block_hashes):
             raise ValueError("tokens, sizes and hashes do not fit together")
-        self.events.append(Stored(token_ids, num_block_tokens, block_hashes, parent_hash, cache_salt))
+        self.events.append(
+            Stored(token_ids, num_block_tokens, block_hashes, parent_hash, cache_salt, block_mm_infos)
+        )
 
     def publish_removed(self, block_hashes: list[int]) -> None:
         _check(block_hashes)
@@ -54,7 +58,7 @@ class RecordingEventSink:
 
 
 class RecordingCacheListener:
-    """A role term's listener of one rank's cache. It keeps what it heard since it was opened."""
+    """A role term's listener of one rank's cache; keeps all events since it was opened."""
 
     def __init__(self) -> None:
         self.events: list[Stored | Removed] = []
@@ -79,7 +83,7 @@ class RecordingCacheListener:
 
 
 class IndexListener(RecordingCacheListener):
-    """Keeps an index up to date at once, and not on an event loop."""
+    """Updates an index synchronously, without an event loop."""
 
     def __init__(self, index: CachedPrefix) -> None:
         super().__init__()
@@ -93,7 +97,7 @@ class IndexListener(RecordingCacheListener):
 
 
 def events_for(listener: RecordingCacheListener, block_size: int) -> CacheEvents:
-    """The events of one rank, with a listener."""
+    """One rank's events with a listener."""
     events = CacheEvents(num_ranks=1, block_size=block_size, buffer_size=0)
     events.subscribe(listener)
     return events

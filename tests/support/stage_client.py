@@ -29,7 +29,7 @@ from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
 
 class FakeContext:
-    """Dynamo's Context, as far as handlers use it. `stop` is what happens when the client leaves."""
+    """The part of Dynamo's Context that handlers use. `stop` acts like a client that disconnects."""
 
     def __init__(self, request_id: str = "request-1") -> None:
         self._id = request_id
@@ -40,7 +40,7 @@ class FakeContext:
         return self._id
 
     def trace_headers(self) -> dict[str, str] | None:
-        """Of a request outside all traces."""
+        """None: the request has no trace."""
         return None
 
     def is_stopped(self) -> bool:
@@ -53,14 +53,19 @@ class FakeContext:
                 callback()
 
     def on_stop(self, callback: Callable[[], object]) -> None:
-        """Called at once when the client has left already."""
+        """Calls `callback` at once if the client has already left."""
         if self._is_stopped:
             callback()
         else:
             self._on_stop.append(callback)
 
+    stop_generating = stop
+
+    def detached(self, id: str) -> FakeContext:
+        return FakeContext(id)
+
     def child(self) -> FakeContext:
-        """The other stage's: the same request; it is stopped with this one, or alone."""
+        """The other stage's context of this request; stops with this one, or alone."""
         child = FakeContext(self._id)
         self.on_stop(child.stop)
         return child
@@ -68,7 +73,7 @@ class FakeContext:
 
 Raw = dict[str, Any]
 
-#: What is left of an error on its way to another process is its category; a refused handoff keeps its name.
+#: Across processes an error keeps only its category; a refused handoff also its name.
 _ARRIVES_AS: dict[str, type[DisaggError]] = {
     kind.category: kind
     for kind in (
@@ -84,7 +89,7 @@ _ARRIVES_AS[WorkerLeavingError.category] = PeerUnavailableError
 
 
 def as_it_arrives(error: Exception) -> DisaggError:
-    """How the caller of a worker sees what that worker has raised."""
+    """A worker's error as its caller sees it."""
     if isinstance(error, HandoffRefusedError):
         arrived: DisaggError = HandoffRefusedError(str(error))
     elif isinstance(error, DisaggError):
@@ -97,7 +102,7 @@ def as_it_arrives(error: Exception) -> DisaggError:
 
 @dataclass(slots=True)
 class StageCall:
-    """One call: a copy of the request, and what has been answered so far."""
+    """One call: a copy of the request, and the answer so far."""
 
     request: Raw
     context: FakeContext
@@ -105,8 +110,8 @@ class StageCall:
 
 
 class RecordingStageClient:
-    """Either serves by a handler of the other stage, as it would across the wire, or gives scripted answers
-    and then raises. Look at `calls`.
+    """Serves by the other stage's handler, as across the wire, or gives scripted answers and then raises. Records
+    `calls`.
     """
 
     def __init__(
@@ -137,7 +142,7 @@ class RecordingStageClient:
                 yield answer
 
     async def pick(self, request: GenerateRequest) -> RecordingStageClient:
-        """It is its own only instance."""
+        """Itself, the only instance."""
         if self.instance_id in request.avoid:
             raise NoInstanceError("no instance of the other stage is there")
         return self
@@ -149,7 +154,7 @@ class RecordingStageClient:
         return self
 
     def check(self, request: GenerateRequest) -> None:
-        """Wishes are not looked at."""
+        """Ignores the request's wishes."""
 
     async def describe(self) -> Raw:
         return self.description
@@ -162,18 +167,22 @@ class RecordingStageClient:
                     pass
 
     def serve_by(self, serve: Generate) -> None:
-        """From the next call on."""
+        """Serve by this handler from the next call on."""
         self.serve = serve
+
+    def fails_with(self, error: DisaggError) -> None:
+        """Raise `error` from the next call on, without serving it."""
+        self.serve, self._error = None, error
 
     @property
     def requests(self) -> list[Raw]:
         return [call.request for call in self.calls]
 
     async def idle(self) -> None:
-        """Wait until the other stage has nothing to do any more."""
+        """Wait until the other stage is idle."""
         while self._peers:
             await asyncio.gather(*self._peers)
-            # From Python 3.12 on, a gather of tasks that are done does not yield, and their callbacks never run.
+            # Since Python 3.12, gathering done tasks does not yield, so their callbacks would never run.
             await asyncio.sleep(0)
 
     async def _scripted(self, context: FakeContext) -> AsyncGenerator[Raw, None]:
@@ -187,7 +196,7 @@ class RecordingStageClient:
             raise self._error
 
     async def _served(self, call: StageCall) -> AsyncGenerator[Raw, None]:
-        """As Dynamo does it: a stopped context ends the iteration, whatever is on the way; leaving stops the peer."""
+        """Like Dynamo: a stopped context ends the iteration at once; leaving it stops the peer."""
         answers: asyncio.Queue[Raw | DisaggError | None] = asyncio.Queue()
         call.context.on_stop(lambda: answers.put_nowait(None))
         context = call.context.child()
@@ -210,7 +219,7 @@ class RecordingStageClient:
         assert self.serve is not None
         end: DisaggError | None = None
         try:
-            async with aclosing(self.serve(decode_request(request), context)) as chunks:
+            async with aclosing(self.serve(decode_request(request, takes_images=True), context)) as chunks:
                 async for chunk in chunks:
                     answers.put_nowait(_across_the_wire(encode_chunk(chunk)))
                     await asyncio.sleep(0)
@@ -223,13 +232,13 @@ class RecordingStageClient:
 
 
 def _across_the_wire(message: Raw) -> Raw:
-    """Raises for what no JSON can carry."""
+    """Raises for values outside JSON."""
     copied: Raw = json.loads(json.dumps(message, allow_nan=False))
     return copied
 
 
 class Instances:
-    """The instances in discovery: each client is one, numbered from 1."""
+    """Instances in discovery: each client is one, numbered from 1."""
 
     def __init__(self, clients: Sequence[RecordingStageClient]) -> None:
         for number, client in enumerate(clients, start=1):
@@ -244,7 +253,7 @@ class Instances:
 
 
 class SayingInstance:
-    """An instance of which only the description is wanted: `said` is that, an error, or None, which never comes."""
+    """An instance with only a description. `said`: the description, an error, or None for no answer."""
 
     def __init__(self, instance_id: int, said: Any) -> None:
         self.instance_id = instance_id
@@ -261,14 +270,14 @@ class SayingInstance:
         return described
 
     def call(self, request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
-        raise AssertionError("only its description is wanted")
+        raise AssertionError("this instance has only a description")
 
     async def notify(self, notice: Raw) -> None:
-        """It hears nothing."""
+        """Ignores notices."""
 
 
 class Described:
-    """So many instances, which describe themselves."""
+    """Instances with descriptions."""
 
     def __init__(self, count: int) -> None:
         self._instances = {i: SayingInstance(i, {}) for i in range(1, count + 1)}

@@ -1,4 +1,4 @@
-"""Small stand-ins for frontend and workers, and an `up` over them as a process of its own."""
+"""Small stand-ins for frontend and workers, and an `up` over them as a process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trtllm_disagg.tools.up.run_dir import ProcessRecord, is_alive, read_process
 
 DEADLINE = 30.0
 
-# Speaks enough of the HTTP that `up` looks at. A worker also starts a child, as an engine would.
+# Serves the HTTP that `up` uses. A worker also starts a child, as an engine would.
 STAND_IN = """
 import argparse, http.server, json, os, signal, subprocess, sys
 
@@ -79,7 +79,7 @@ sys.exit(asyncio.run(serve(config, status_for(sys.stderr))))
 
 
 class Up:
-    """A running `up`: its two streams, its processes, its end."""
+    """A running `up`: its streams, its processes, its end."""
 
     def __init__(self, process: asyncio.subprocess.Process, run_dir: Path) -> None:
         self.process = process
@@ -92,7 +92,7 @@ class Up:
             return (await self.process.stdout.readline()).decode()
 
     async def says(self, text: str) -> None:
-        """Reads stderr until a line has `text`."""
+        """Read stderr until a line has `text`."""
         assert self.process.stderr is not None
         async with asyncio.timeout(DEADLINE):
             while line := (await self.process.stderr.readline()).decode():
@@ -102,12 +102,12 @@ class Up:
         pytest.fail(f"never said {text!r}:\n{self.errors}")
 
     def stop_reading_stderr(self) -> None:
-        """From now on its writes to stderr fail with EPIPE."""
+        """Make its further writes to stderr fail with EPIPE."""
         stderr = self.process._transport.get_pipe_transport(2)  # type: ignore[attr-defined]
         stderr.close()
 
     async def ends(self) -> int:
-        """The exit code; afterwards `errors` holds all of stderr."""
+        """Wait for the exit code; afterwards `errors` has all of stderr."""
         async with asyncio.timeout(DEADLINE):
             output, errors = await self.process.communicate()
         self.errors += errors.decode()
@@ -137,7 +137,7 @@ StartUp = Callable[..., Awaitable[Up]]
 
 
 class Exits:
-    """Awaits the end of processes that are not our children; made while they live."""
+    """Awaits the end of processes that are not our children. Make it while they live."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._fds = [os.pidfd_open(pid) for pid in pids]

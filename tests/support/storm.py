@@ -1,4 +1,4 @@
-"""Random requests through two engines with too little room: handoffs both ways of scheduling, cancelled anywhere.
+"""Random requests through two engines with too little room: handoffs of both schedule styles, cancelled anywhere.
 
 By hand: `python -m tests.support.storm MODEL FIRST_SEED NUM_SEEDS`.
 """
@@ -25,7 +25,7 @@ from trtllm_disagg.engines.embedded import (
 BLOCK = 16
 NUM_BLOCKS = 24
 LONGEST = 190
-#: No engine fetches an abandoned handoff: for this long it holds blocks that others wait for.
+#: Seconds for which an abandoned handoff holds blocks that others wait for.
 LEASE_SECONDS = 2.0
 _SETTLE_SECONDS = 30.0
 _STEMS = [[2 + (salt * 41 + i * 7 + i * i) % 250 for i in range(LONGEST)] for salt in range(3)]
@@ -33,7 +33,7 @@ _FIRST_ID = 1 << 42
 
 
 def start(model: Path, backend: str, **more: Any) -> LLM:
-    """Room for two or three of the requests, with preemption, chunks, and every way of reuse."""
+    """An engine with room for two or three requests, with preemption, chunks, and all reuse."""
     kv_cache = {
         "max_tokens": NUM_BLOCKS * BLOCK,
         "tokens_per_block": BLOCK,
@@ -54,7 +54,7 @@ def start(model: Path, backend: str, **more: Any) -> LLM:
 
 
 class Storm:
-    """`answers` are what undisturbed requests got, by prompt and sampling; each is asked for more than once."""
+    """`answers`: those of undisturbed requests, by prompt and sampling; each is requested repeatedly."""
 
     def __init__(self, prefill: LLM, decode: LLM, seed: int, replays: tuple[Replay, Replay]) -> None:
         self._replays = replays
@@ -75,7 +75,7 @@ class Storm:
         await asyncio.gather(*(one(number) for number in range(num_requests)))
 
     async def check(self) -> None:
-        """All blocks are there, events add up, and every answer is that of one engine on its own."""
+        """All blocks are free, events are consistent, and every answer equals a single engine's."""
         for llm, replay in zip((self._prefill, self._decode), self._replays, strict=True):
             stats = llm.get_stats()
             self.seen["paused"] += sum(
@@ -160,7 +160,7 @@ class Storm:
                 self._count_late("prefill", error)
 
     def _count_late(self, kind: str, error: RequestError) -> None:
-        """The other side has left, or a lease ended while decode was full: all that may go wrong by itself."""
+        """Allow the only errors beyond the test: the peer left, or a lease ended while decode was full."""
         if error.category != "Unavailable":
             raise error
         self.seen[f"{kind} late"] += 1
@@ -169,7 +169,7 @@ class Storm:
 async def _read(
     llm: LLM, dice: random.Random, prompt: list[int], params: SamplingParams, handoff: Any
 ) -> list[int] | None:
-    """None when it was cancelled: before anything came, or after some of it."""
+    """The answer; None if it was cancelled."""
     result = llm.generate_async(prompt, params, disaggregated_params=handoff, streaming=True)
     cut = dice.choice((None, None, None, 0, 1, dice.randint(1, 20)))
     if cut == 0:
@@ -184,7 +184,7 @@ async def _read(
 
 async def _settle(llm: LLM) -> None:
     async with asyncio.timeout(_SETTLE_SECONDS):
-        # What the engine's process says of itself comes without an event.
+        # The engine's own statistics come without an event.
         while llm.num_active_requests:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         llm.get_stats()
@@ -194,7 +194,7 @@ async def _settle(llm: LLM) -> None:
             used = next((stat["kvCacheStats"]["usedNumBlocks"] for stat in reversed(llm.get_stats())), None)
             await asyncio.sleep(0.01)
     assert used is not None
-    # Of the one request that asked for these statistics.
+    # The request for these statistics uses one block.
     assert used <= 1, f"{used} blocks are in use, and no request is left"
 
 

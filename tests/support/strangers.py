@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-#: A user without any right.
+#: A user without rights.
 UID = 65534
 
-#: An interpreter in a home directory can be read before the change of user only.
+#: After the change of user, an interpreter in a home directory is unreadable.
 _BECOME = """
 import ctypes, encodings.idna, glob, importlib, json, mmap, os, random, select, signal, socket, ssl, struct, sys, time
 for name in os.environ.get("STRANGERS_PACKAGES", "").split():
@@ -25,7 +25,7 @@ assert os.getresuid() == (uid,) * 3
 
 
 def require() -> None:
-    """Skips where this process cannot become another user."""
+    """Skip if this process cannot become another user."""
     if os.geteuid() != 0:
         pytest.skip("playing another user needs root (setuid)")
 
@@ -38,9 +38,7 @@ def as_stranger(
     seconds: float = 60.0,
     uid: int = UID,
 ) -> Any:
-    """What a Python program that runs as another user prints as JSON; its last line counts. It can import the modules
-    above, and `packages`.
-    """
+    """Run a Python program as another user, with the modules above and `packages`. Returns its last line's JSON."""
     done = subprocess.run(
         [sys.executable, "-c", _BECOME + program, *arguments, str(uid)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A strategy that the product does not have: decode workers take the requests and answer them alone."""
+"""A strategy outside the product: decode workers take requests and answer them alone."""
 
 from __future__ import annotations
 

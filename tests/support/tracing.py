@@ -1,4 +1,4 @@
-"""Traced workers in this process, and a collector of what real ones export."""
+"""Traced workers in this process, and a collector for real workers' exports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def every_request(trace_id: str, parent: TraceParent | None) -> bool:
 
 
 class Batches:
-    """A receiver that keeps what it gets."""
+    """A receiver that keeps all batches."""
 
     def __init__(self) -> None:
         self.batches: list[list[SpanData]] = []
@@ -66,7 +66,7 @@ def names_below(node: Node) -> list[str]:
 
 
 class Collector:
-    """An OTLP/HTTP endpoint, as a collector's; `file` is where that would write what it got."""
+    """An OTLP/HTTP endpoint like a collector's, which writes to `file`."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -84,19 +84,19 @@ class Collector:
                 self.end_headers()
 
             def log_message(self, *args: object) -> None:
-                """Not here."""
+                """Keeps the tests' output clean."""
 
         self.server = ThreadingHTTPServer((LOOPBACK, 0), Handler)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the processes that export to it, as soon as a span has ended."""
+        """Environment of processes that export each ended span to it at once."""
         return {
             "OTEL_EXPORT_ENABLED": "true",
             "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://{LOOPBACK}:{self.server.server_port}",
             "OTEL_BSP_SCHEDULE_DELAY": "100",
-            # Dynamo has trace contexts only with this.
+            # Dynamo makes trace contexts only with this.
             "DYN_LOGGING_JSONL": "true",
         }
 

@@ -1,4 +1,4 @@
-"""A worker with given attempts, without a plan that chooses them."""
+"""A worker with fixed attempts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.handlers.admission import Admission, Queued
 from trtllm_disagg.handlers.answer import AnsweringWorker
-from trtllm_disagg.handlers.attempts import Attempt
-from trtllm_disagg.handlers.cancellation import WorkerDrain
+from trtllm_disagg.handlers.attempts import FIRST, Attempt
 from trtllm_disagg.handlers.delivered import Replays, replay_if_needed
+from trtllm_disagg.handlers.drain import WorkerDrain
 from trtllm_disagg.handlers.pair_facts import PairFacts
 from trtllm_disagg.handlers.run import RunCounts
 from trtllm_disagg.handlers.trace import RequestLog, RequestSink, Write, write_line
 from trtllm_disagg.tracing.tracer import Tracer
-from trtllm_disagg.types import Fallback, Generate, GenerateRequest
+from trtllm_disagg.types import Generate, GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A Plan: the same attempts for every request."""
+    """A Plan with the same attempts for every request."""
 
     steps: Sequence[Attempt]
 
@@ -32,14 +32,14 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Unlimited(PairFacts):
-    """Of engines that take every request."""
+    """Facts of engines that take every request."""
 
     role: Role = Role.AGG
     own: EngineFacts = field(default_factory=EngineFacts)
-    most: int | None = None
+    limit: int | None = None
 
-    def most_tokens(self, request: GenerateRequest) -> int | None:
-        return self.most or request.stop.max_tokens
+    def max_new_tokens(self, request: GenerateRequest) -> int | None:
+        return self.limit or request.stop.max_tokens
 
     def fits(self, request: GenerateRequest) -> bool:
         return True
@@ -55,15 +55,15 @@ def counts_of(
 def trying(
     steps: Sequence[Attempt] | Generate,
     replays: Replays = replay_if_needed,
-    limits: PairFacts | None = None,
+    facts: PairFacts | None = None,
     counts: RunCounts | None = None,
     *,
     resumes: bool = True,
 ) -> AnsweringWorker:
-    """`steps`: or one way to answer."""
+    """`steps`: fallback steps, or a single answer."""
     if not isinstance(steps, Sequence):
-        steps = [Attempt(Fallback.OTHER_INSTANCE, steps)]
-    return AnsweringWorker(Fixed(steps), replays, resumes, limits or Unlimited(), counts or counts_of())
+        steps = [Attempt(FIRST, steps)]
+    return AnsweringWorker(Fixed(steps), replays, resumes, facts or Unlimited(), counts or counts_of())
 
 
 def logged(
@@ -73,7 +73,7 @@ def logged(
     tracer: Tracer | None = None,
     write: Write = write_line,
 ) -> AnsweringWorker:
-    """`generate`, with a log line and a span for each request."""
+    """`generate` with a log line and a span per request."""
     log = RequestLog(lambda: part, [] if sinks is None else sinks, tracer or Tracer(), write)
     if isinstance(generate, AnsweringWorker):
         return replace(generate, counts=replace(generate.counts, log=log))
@@ -81,7 +81,7 @@ def logged(
 
 
 def tracked(drain: WorkerDrain, generate: Generate) -> AnsweringWorker:
-    """`generate`, whose requests `drain` counts and ends."""
+    """`generate`, with `drain` counting and ending its requests."""
     return trying(generate, counts=counts_of(drain=drain), resumes=False)
 
 

@@ -17,7 +17,7 @@ import pytest
 from dockerfile_parse import DockerfileParser
 
 from tests.support.deployments import ROOT
-from trtllm_disagg.cli import COMMANDS, parser_of
+from trtllm_disagg.common.cli import COMMANDS, parser_of
 from trtllm_disagg.tools.up import up_command
 
 DOCKER = ROOT / "deploy" / "docker"

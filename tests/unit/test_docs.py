@@ -9,15 +9,15 @@ import re
 import shlex
 import subprocess
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tools import reference
-from trtllm_disagg.cli import COMMANDS, main
-from trtllm_disagg.config.args import actions_of, add_worker_arguments
-from trtllm_disagg.tools.bench import BENCHMARKS
+from scripts import reference
+from trtllm_disagg.common.cli import COMMANDS, actions_of, main
+from trtllm_disagg.config.args import add_worker_arguments
 
 ROOT = Path(__file__).parents[2]
 #: Not the changelog, the log and the decisions: those describe their time.
@@ -31,7 +31,7 @@ _PATH = re.compile(
     r"`((?:trtllm_disagg|handlers|launch|deploy|tests|tools|engine_configs|requirements)/[\w/.-]+)`"
 )
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
-_COMMAND = re.compile(rf"trtllm-disagg ({'|'.join(COMMANDS)})\b((?:[^`\n]|\\\n)*)")
+_COMMAND = re.compile(rf"trtllm-disagg ({'|'.join(COMMANDS)})\b(?!-)((?:[^`\n]|\\\n)*)")
 _FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)")
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
@@ -39,8 +39,25 @@ _CODE = re.compile(r"`([^`\n]+)`")
 _FOREIGN_FLAGS = {
     *("--build-arg", "--gpus", "--hostname", "--ipc", "--network", "--ulimit", "--user"),  # docker
     *("--mpi", "--signal", "--batch"),  # srun and scancel
-    "--migration-limit",  # Dynamo's frontend
+    *("--migration-limit", "--enable-anthropic-api"),  # Dynamo's frontend
     "--device",  # benchmarks/transfer.py
+    *(
+        "--endpoint-type",
+        "--extra-inputs",
+        "--goodput",
+        "--request-rate",
+        "--connection-reuse-strategy",
+    ),  # AIPerf
+    *(
+        "--artifact-dir",
+        "--random-seed",
+        "--no-parameter-sweep-same-seed",
+        "--tokenizer",
+        "--no-fixed-schedule",
+    ),
+    *("--isl", "--isl-stddev", "--osl", "--osl-stddev", "--input-file", "--custom-dataset-type"),
+    *("--conversation-turn-mean", "--conversation-turn-stddev", "--shared-system-prompt-length"),
+    *("--prompt-prefix-length", "--prompt-prefix-pool-size", "--arrival-pattern", "--arrival-smoothness"),
     *("--extra-index-url", "--no-deps"),  # pip
     "--record-durations",  # pytest, by tests/support/durations.py
     *("--dry-run", "--only", "--source"),  # tools/
@@ -58,6 +75,13 @@ def help_of(*command: str) -> str:
     return shown.getvalue()
 
 
+def help_of_benchmark(name: str) -> str:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
+        import_module(f"benchmarks.{name}").main(["--help"])
+    return shown.getvalue()
+
+
 @every_page
 def test_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -71,9 +95,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 def test_flags_of_commands_that_a_page_shows_exist(page: Path) -> None:
     unknown = []
     for name, arguments in _COMMAND.findall(page.read_text(encoding="utf-8")):
-        first = arguments.split()[:1]
-        subcommand = first if name == "bench" and first and not first[0].startswith("-") else []
-        told = set(_FLAG.findall(help_of(name, *subcommand)))
+        told = set(_FLAG.findall(help_of(name)))
         # What stands in quotes is for the workers.
         flags = _FLAG.findall(re.sub(r"'[^']*'|#.*", "", arguments))
         unknown += [(name, flag) for flag in flags if flag not in told]
@@ -86,7 +108,7 @@ def known_flags() -> frozenset[str]:
     parser = argparse.ArgumentParser()
     add_worker_arguments(parser)
     of_workers = {option for action in actions_of(parser) for option in action.option_strings}
-    helps = [help_of(name) for name in COMMANDS] + [help_of("bench", name) for name in BENCHMARKS]
+    helps = [*map(help_of, COMMANDS), *map(help_of_benchmark, ("orders", "overhead", "scenarios"))]
     return frozenset(of_workers | set(_FLAG.findall(" ".join(helps))))
 
 
@@ -116,7 +138,7 @@ def test_pages_that_the_code_names_exist() -> None:
         "trtllm_disagg",
         "handlers",
         "tests",
-        "tools",
+        "scripts",
         "launch",
         "deploy",
         "engine_configs",
@@ -136,6 +158,31 @@ def test_pages_that_the_code_names_exist() -> None:
     }
     assert named
     assert not {page for page in named if not (ROOT / page).exists()}
+
+
+def test_every_name_of_code_on_the_page_for_extensions_is_defined() -> None:
+    text = (DOCS / "how-to" / "extend.md").read_text()
+    folders = ("trtllm_disagg", "handlers", "scripts", "examples", "tests")
+    files = [path for each in folders for path in (ROOT / each).rglob("*.py") if path != Path(__file__)]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    modules = {name for name in re.findall(r"\bscripts\.\w+", text) if find_spec(name) is None}
+    names = {
+        part for name in _CODE.findall(text) if re.fullmatch(r"[\w.]+", name) for part in name.split(".")
+    }
+    definition = r"\b(class|def) {0}\b|^\s*{0}\b[^=\n(]*[:=]|[\"']{0}[\"']"
+    there = names - {path.stem for path in files} - {path.parent.name for path in files} - {"py"}
+    undefined = {name for name in there if not re.search(definition.format(name), code, re.MULTILINE)}
+    assert len(there) > 15
+    assert not undefined | modules
+
+
+@pytest.mark.parametrize("kind", reference.API, ids=lambda kind: kind.__name__)
+def test_each_member_on_the_page_of_the_api_exists_and_has_a_meaning(kind: type) -> None:
+    members = reference.public_members(kind)
+    shown = reference.API[kind] or tuple(members)
+    assert shown
+    assert not [name for name in shown if not reference.first_paragraph(members[name])]
+    assert reference.first_paragraph(kind)
 
 
 def test_sed_line_of_the_page_replaces_dynamo_trtllm_in_scripts(tmp_path: Path) -> None:
@@ -159,14 +206,14 @@ def test_sed_line_of_the_page_replaces_dynamo_trtllm_in_scripts(tmp_path: Path) 
 @pytest.mark.parametrize("name", reference.PAGES)
 def test_generated_reference_page_is_up_to_date(name: str) -> None:
     assert (reference.FOLDER / name).read_text(encoding="utf-8") == reference.PAGES[name](), (
-        "python -m tools.reference writes it"
+        "python -m scripts.reference writes it"
     )
 
 
 def test_the_page_of_errors_has_the_exception_and_status_that_leave_a_worker() -> None:
     rows = [line for line in reference.PAGES["errors.md"]().splitlines() if line.startswith("| `")]
     cells = {
-        row[0]: row[2:5] for row in ([cell.strip(" `") for cell in line.split("|")[1:]] for line in rows)
+        row[0]: row[1:4] for row in ([cell.strip(" `") for cell in line.split("|")[1:]] for line in rows)
     }
     assert cells["RequestCancelledError"] == ["Cancelled", "CannotConnect", "503"]
     assert cells["WorkerLeavingError"] == ["Leaving", "EngineShutdown", "503"]

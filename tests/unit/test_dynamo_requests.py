@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.handling import ORDERS, PROMPT, collect, raw_request, request
+from tests.support.handling import ORDERS, collect, raw_request, request
 from tests.support.recording_pair import make_pair
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from tests.support.trying import logged
@@ -15,7 +15,6 @@ from trtllm_disagg.dynamo_runtime.handler import Handler
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engines.recording.llm import Logprob, Script
-from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, TokenChunk, Usage
 
@@ -35,32 +34,6 @@ PREFILL_ARGS = {"model": "m", "max_seq_len": 99, "cache_transceiver_config": {"b
 def last_call(engine: Engine) -> dict[str, Any]:
     call: dict[str, Any] = engine.llm.calls_of("generate_async")[-1]
     return call
-
-
-# -- several choices
-
-
-async def test_each_choice_has_its_index_its_tokens_and_its_end() -> None:
-    engine, generate = agg()
-    chunks = await collect(generate, request(4, sampling_options={"n": 3, "temperature": 0.5}))
-    assert last_call(engine)["sampling_params"].best_of == 3
-    for index in range(3):
-        own = [chunk for chunk in chunks if chunk.index == index]
-        tokens = [token for chunk in own for token in chunk.token_ids]
-        assert tokens == [scripted_token(PROMPT, position, index) for position in range(4)]
-        assert [chunk.finish_reason for chunk in own] == [None] * (len(own) - 1) + ["length"]
-
-
-async def test_choices_end_at_different_times() -> None:
-    _, generate = agg()
-    first, second = ([scripted_token(PROMPT, position, index) for position in range(6)] for index in (0, 1))
-    length = next(place for place, token in enumerate(first) if token not in second)
-    stop = {"max_tokens": 6, "stop_token_ids": [first[length]]}
-    chunks = await collect(generate, request(sampling_options={"n": 2}, stop_conditions=stop))
-    reasons = {chunk.index: chunk.finish_reason for chunk in chunks if chunk.finish_reason}
-    assert reasons == {0: "stop", 1: "length"}
-    assert chunks[-1].index == 1
-    assert chunks[-1].completion_usage == Usage.of(len(PROMPT), length + 6, 0)
 
 
 # -- what goes to the engine beside the prompt

@@ -13,26 +13,23 @@ from pathlib import Path
 
 import pytest
 
-from trtllm_disagg.cli import COMMANDS, main
-from trtllm_disagg.config.args import actions_of
-from trtllm_disagg.processes.exits import ExitCode
-from trtllm_disagg.tools.bench import BENCHMARKS
-from trtllm_disagg.tools.completion import SHELLS, parsers_of, whole_parser
+from trtllm_disagg.common.cli import COMMANDS, actions_of, main
+from trtllm_disagg.common.exits import ExitCode
+from trtllm_disagg.tools.completion import SHELLS, whole_parser
 
 ROOT = Path(__file__).parents[2]
-ENDS = {**COMMANDS, **{f"bench {name}": benchmark for name, benchmark in BENCHMARKS.items()}}
 
 
-@pytest.mark.parametrize("words", ENDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_ctrl_c_ends_every_command_without_output(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(args: argparse.Namespace) -> ExitCode:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(import_module(ENDS[words].module), "run", interrupt)
+    monkeypatch.setattr(import_module(COMMANDS[name].module), "run", interrupt)
     with pytest.raises(SystemExit) as caught:
-        main(shlex.split(ENDS[words].example)[1:])
+        main(shlex.split(COMMANDS[name].example)[1:])
     assert caught.value.code == ExitCode.INTERRUPTED
     assert capsys.readouterr() == ("", "")
 
@@ -42,7 +39,7 @@ DOCTOR = ("doctor", *(f"engine_configs/demo/{role}.yaml" for role in ("prefill",
 
 @pytest.mark.parametrize(
     "argv",
-    [("--help",), ("bench", "--help"), ("completion", "bash"), DOCTOR, (*DOCTOR, "--json")],
+    [("--help",), ("plan", "--help"), ("completion", "bash"), DOCTOR, (*DOCTOR, "--json")],
     ids=" ".join,
 )
 def test_closed_stdout_reader_ends_a_command_without_output(argv: tuple[str, ...]) -> None:
@@ -111,7 +108,10 @@ def test_no_help_loads_a_library_that_only_the_work_needs() -> None:
     assert (ended.stdout, ended.stderr) == ("\n", "")
 
 
-PARSERS = list(parsers_of(whole_parser()))[1:]
+COMMAND_PARSERS = next(
+    action for action in actions_of(whole_parser()) if isinstance(action, argparse._SubParsersAction)
+)
+PARSERS = list(COMMAND_PARSERS.choices.values())
 
 
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.prog.partition(" ")[2])

@@ -14,47 +14,46 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtllm_disagg"
 
 #: Lines.
-HOUSES = {"plugin": 19_050, "engines": 19_040, "tools": 13_270}
+HOUSES = {"plugin": 19_045, "engines": 19_870, "tools": 11_530}
 ROOMS = {
-    "(top)": 1_405,
-    "admin": 335,
-    "config": 2_235,
-    "dynamo_runtime": 2_610,
-    "engine": 2_120,
-    "engines": 10,
-    "engines/demo_model": 800,
-    "engines/embedded": 460,
-    "engines/embedded/api": 1_205,
-    "engines/embedded/connector": 815,
-    "engines/embedded/core": 1_145,
-    "engines/embedded/cpu_kernels": 2_640,
-    "engines/embedded/ipc": 570,
-    "engines/embedded/kv_cache": 620,
-    "engines/embedded/kv_transfer": 2_600,
-    "engines/embedded/model": 2_310,
-    "engines/embedded/params": 1_460,
-    "engines/embedded/scheduler": 840,
-    "engines/embedded/tensor_parallel": 1_440,
+    "(top)": 910,
+    "admin": 260,
+    "common": 1_150,
+    "config": 2_225,
+    "dynamo_runtime": 2_475,
+    "engine": 2_460,
+    "engines": 5,
+    "engines/demo_model": 1_105,
+    "engines/embedded": 60,
+    "engines/embedded/api": 1_405,
+    "engines/embedded/connector": 780,
+    "engines/embedded/core": 1_235,
+    "engines/embedded/cpu_kernels": 2_630,
+    "engines/embedded/ipc": 605,
+    "engines/embedded/kv_cache": 700,
+    "engines/embedded/kv_transfer": 2_585,
+    "engines/embedded/model": 2_435,
+    "engines/embedded/params": 1_515,
+    "engines/embedded/scheduler": 850,
+    "engines/embedded/tensor_parallel": 1_425,
     "engines/modelled": 1_040,
-    "engines/recording": 1_135,
-    "handlers": 4_590,
-    "prefill_queue": 1_410,
-    "processes": 590,
-    "tools": 60,
-    "tools/admin": 1_405,
-    "tools/bench": 1_890,
-    "tools/demo": 230,
-    "tools/doctor": 1_540,
-    "tools/plan": 1_685,
-    "tools/top": 1_045,
-    "tools/trace": 680,
-    "tools/up": 4_785,
-    "tracing": 780,
-    "wire": 880,
-    "worker": 2_145,
+    "engines/recording": 1_520,
+    "handlers": 4_740,
+    "prefill_queue": 835,
+    "tools": 80,
+    "tools/admin": 1_140,
+    "tools/demo": 285,
+    "tools/doctor": 1_580,
+    "tools/plan": 1_810,
+    "tools/top": 1_000,
+    "tools/trace": 830,
+    "tools/up": 4_820,
+    "tracing": 655,
+    "wire": 1_055,
+    "worker": 2_295,
 }
-MOST_FILES = 269
-MOST_WRAPPERS = 0
+MAX_FILES = 278
+MAX_WRAPPERS = 0
 
 
 def lines(path: Path) -> int:
@@ -81,8 +80,7 @@ SIZES = dict(package())
 def test_every_house_keeps_its_budget() -> None:
     sizes = Counter[str]()
     for path, size in SIZES.items():
-        # embedded.py is the old name of the engine.
-        house = "engines" if path == Path("embedded.py") else path.parts[0]
+        house = path.parts[0]
         sizes[house if house in HOUSES else "plugin"] += size
     over = {house: size for house, size in sizes.items() if size > HOUSES[house]}
     assert not over, f"budgets are {HOUSES}: {__doc__}"
@@ -98,21 +96,29 @@ def test_every_room_keeps_its_budget_and_no_room_is_new() -> None:
 
 
 def test_there_are_no_more_files_than_a_reader_can_keep() -> None:
-    assert len(SIZES) <= MOST_FILES, __doc__
+    assert len(SIZES) <= MAX_FILES, __doc__
 
 
 @pytest.mark.parametrize(
-    ("folder", "suffixes", "most"),
-    [("tests", {".py"}, 58_610), ("tools", {".py"}, 1_000), ("launch", {".sh", ".py", ".sbatch", ""}, 200)],
+    ("folder", "suffixes", "max_lines"),
+    [
+        ("tests", {".py"}, 60_655),
+        ("scripts", {".py"}, 1_945),
+        ("benchmarks", {".py"}, 4_000),
+        ("examples", {".py"}, 105),
+        ("launch", {".sh", ".py", ".sbatch", ""}, 200),
+    ],
 )
-def test_what_stands_beside_the_package_keeps_its_budget(folder: str, suffixes: set[str], most: int) -> None:
+def test_what_stands_beside_the_package_keeps_its_budget(
+    folder: str, suffixes: set[str], max_lines: int
+) -> None:
     files = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in suffixes)
-    assert sum(lines(path) for path in files if "__pycache__" not in path.parts) <= most, __doc__
+    assert sum(lines(path) for path in files if "__pycache__" not in path.parts) <= max_lines, __doc__
 
 
-@pytest.mark.parametrize(("pattern", "most"), [("docs/**/*.md", 60_000), ("CHANGELOG.md", 1_500)])
-def test_texts_keep_their_budget_of_words(pattern: str, most: int) -> None:
-    assert sum(len(re.findall(r"\S+", path.read_text())) for path in ROOT.glob(pattern)) <= most, __doc__
+@pytest.mark.parametrize(("pattern", "max_words"), [("docs/**/*.md", 50_450), ("CHANGELOG.md", 1_500)])
+def test_texts_keep_their_budget_of_words(pattern: str, max_words: int) -> None:
+    assert sum(len(re.findall(r"\S+", path.read_text())) for path in ROOT.glob(pattern)) <= max_words, __doc__
 
 
 def test_no_more_functions_wrap_one_request_in_another() -> None:
@@ -127,4 +133,4 @@ def test_no_more_functions_wrap_one_request_in_another() -> None:
         and phase.fullmatch(ast.unparse(node.returns))
         and phase.search(ast.unparse(node.args))
     ]
-    assert len(wrappers) <= MOST_WRAPPERS, wrappers
+    assert len(wrappers) <= MAX_WRAPPERS, wrappers

@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 
 from tests.support.deployments import ROOT
-from trtllm_disagg.cli import _with_values
+from tests.support.kubernetes import components, container, rendered
+from trtllm_disagg.common.cli import _with_values
 from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.strategies import disaggregated
-from trtllm_disagg.tools.up.up_command import add_arguments
+from trtllm_disagg.tools.up.plan import DeploymentConfig, worker_arguments
+from trtllm_disagg.tools.up.up_command import add_arguments, engine_configs_in
 
 #: Prints its arguments and environment, and makes keys.
 STAND_IN = f"""#!{sys.executable} -P
@@ -24,6 +27,17 @@ if "trtllm_disagg.tools.admin.user_key" in sys.argv:
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 print(json.dumps([sys.argv[1:], dict(os.environ)]))
 """
+#: Of each model for TensorRT-LLM: of tool calls and of reasoning.
+PARSERS = {
+    "deepseek-r1": ("deepseek_v3", "deepseek_r1"),
+    "gpt-oss-120b": ("harmony", "gpt_oss"),
+    "llama-3.1-8b": ("llama3_json", None),
+    "llama-3.3-70b-fp8": ("llama3_json", None),
+    "qwen3": ("hermes", "qwen3"),
+    "qwen3-235b-a22b-fp8": ("hermes", "qwen3"),
+    "qwen3-32b-fp8": ("hermes", "qwen3"),
+    "qwen3-32b-fp8-agents": ("hermes", "qwen3"),
+}
 WORKERS = ("prefill.sh", "decode.sh", "agg_worker.sh")
 
 
@@ -78,53 +92,60 @@ def test_disagg_script_is_up_with_its_settings(scripts: Scripts, strategy: str) 
         "SERVED_MODEL_NAME": 'my "odd" model',
         "HTTP_PORT": "8123",
         "STOP_TIMEOUT": "7",
-        "ENGINE": "e",
+        "ENGINE": "modelled",
     }
     more = ("--max-seq-len", "99", "--override-engine-args", '{"max_batch_size": 4}')
     argv, _ = scripts.started("disagg.sh", strategy, *more, STARTUP_TIMEOUT="60", RUN_DIR="run", **settings)
     given = up_flags(argv)
     assert (given.strategy, given.model, given.served_model_name) == (strategy, "m", 'my "odd" model')
     assert (given.http_port, given.stop_timeout, given.startup_timeout) == (8123, 7, 60)
-    assert (given.engine, given.run_dir, given.worker_args) == ("e", Path("run"), list(more))
+    assert (given.engine, given.run_dir, given.worker_args) == ("modelled", Path("run"), list(more))
 
 
 def test_agg_script_is_up_with_one_worker(scripts: Scripts) -> None:
-    argv, _ = scripts.started("agg.sh", ENGINE_CONFIGS="configs", PUBLISH_METRICS="no")
+    argv, _ = scripts.started("agg.sh", ENGINE_CONFIGS="configs", PUBLISH_METRICS="no", IMAGES="yes")
     given = up_flags(argv)
     assert (given.strategy, given.engine_configs) == ("agg", Path("configs"))
-    assert given.worker_args == ["--no-publish-metrics"]
-
-
-@pytest.mark.parametrize("name", ["PREFILL_SYSTEM_PORT", "DECODE_SYSTEM_PORT", "TRANSFER_HOST"])
-def test_settings_of_earlier_versions_are_refused_by_name(scripts: Scripts, name: str) -> None:
-    refused = scripts.run("disagg.sh", "auto", **{name: "8081"})
-    assert refused.returncode == 1
-    assert name in refused.stderr
-    assert "gone since 0.2" in refused.stderr
+    assert given.worker_args == ["--enable-multimodal", "--no-publish-metrics"]
 
 
 @pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("script", WORKERS)
 def test_workers_understand_what_the_scripts_give_them(scripts: Scripts, script: str, quiet: bool) -> None:
     given = {"STRATEGY": "prefill_first", "ENGINE": "recording", "ENGINE_CONFIGS": "configs"}
-    given |= {"PUBLISH_METRICS": "no"} if quiet else {}
+    given |= {"PUBLISH_METRICS": "no", "IMAGES": "yes"} if quiet else {}
     argv, environment = scripts.started(script, "--max-seq-len", "99", **given)
     assert argv[:2] == ["trtllm_disagg", "worker"]
     role = script.removesuffix(".sh").removesuffix("_worker")
     config = parse_worker_flags(argv[2:], environment, is_elsewhere=True)
     assert (config.role, config.engine, config.max_seq_len) == (role, "recording", 99)
     assert (config.extra_engine_args, config.served_model_name) == (f"configs/{role}.yaml", "m")
-    assert (config.publish_kv_events, config.publish_metrics) == (True, not quiet)
+    assert (config.publish_kv_events, config.publish_metrics, bool(config.images)) == (True, not quiet, quiet)
     assert role == "agg" or config.strategy == "prefill_first"
 
 
-def test_workers_get_the_variables_beside_their_engine_config_unless_they_are_set(scripts: Scripts) -> None:
-    given = {"ENGINE_CONFIGS": str(ROOT / "engine_configs" / "gpt-oss-120b"), "NCCL_GRAPH_REGISTER": "1"}
-    argv, environment = scripts.started("decode.sh", **given)
-    config = parse_worker_flags(argv[2:], environment, is_elsewhere=True)
-    assert (config.reasoning_parser, config.tool_call_parser) == ("gpt_oss", "harmony")
-    assert environment["OVERRIDE_QUANT_ALGO"] == "W4A8_MXFP4_MXFP8"
-    assert environment["NCCL_GRAPH_REGISTER"] == "1"
+@pytest.mark.parametrize("model", PARSERS)
+def test_up_scripts_and_manifests_start_workers_with_their_models_parsers(
+    scripts: Scripts, model: str, tmp_path: Path
+) -> None:
+    configs = ROOT / "engine_configs" / model
+    files = engine_configs_in(configs, "decode_first")
+    of_up = worker_arguments(DeploymentConfig("decode_first", "m", "m", tmp_path, engine_configs=files))
+    of_script, _ = scripts.started("decode.sh", ENGINE_CONFIGS=str(configs))
+    pod = container(components(rendered(ROOT / "deploy" / "k8s" / "decode_first"))["decode"])
+    of_pod = [word.replace("/opt/trtllm-disagg/engine_configs/qwen3", str(configs)) for word in pod["args"]]
+    for flags in (of_up["decode"], of_script[2:], ["--model", "m", *of_pod]):
+        worker = parse_worker_flags(flags, {}, is_elsewhere=True)
+        assert (worker.tool_call_parser, worker.reasoning_parser) == PARSERS[model]
+        own = parse_worker_flags(flags, {"DYN_TOOL_CALL_PARSER": "default"}, is_elsewhere=True)
+        assert own.tool_call_parser == "default", "what is set wins"
+
+
+def test_dynamo_knows_the_parsers_and_each_model_has_its_own() -> None:
+    assert {path.parent.name for path in (ROOT / "engine_configs").glob("*/worker.env")} == set(PARSERS)
+    for tools, reasoning in PARSERS.values():
+        assert tools in get_tool_parser_names()
+        assert reasoning in (*get_reasoning_parser_names(), None)
 
 
 def test_discovery_in_files_is_this_users_alone_where_no_directory_is_named(
@@ -190,16 +211,23 @@ def test_frontend_and_workers_use_one_discovery_and_namespace(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "given", "limit"),
-    [((2048, 99), "", "2"), ((999, 131_073), "", "5"), ((2048,), "45", "45"), ((), "", None)],
+    ("lengths", "given", "images", "limit"),
+    [
+        ((2048, 99), "", "no", "2"),
+        ((999, 131_073), "", "", "5"),
+        ((2048,), "", "yes", "18"),
+        ((2048,), "45", "yes", "45"),
+        ((), "", "yes", None),
+    ],
 )
 def test_the_frontend_takes_no_body_much_longer_than_a_prompt_and_no_thresholds_of_clients(
-    scripts: Scripts, tmp_path: Path, lengths: tuple[int, ...], given: str, limit: str | None
+    scripts: Scripts, tmp_path: Path, lengths: tuple[int, ...], given: str, images: str, limit: str | None
 ) -> None:
     for name, length in enumerate(lengths):
         (tmp_path / f"{name}.yaml").write_text(f"max_batch_size: 4\nmax_seq_len: {length}  # tokens\n")
     configs = str(tmp_path) if lengths else ""
-    _, environment = scripts.started("frontend.sh", ENGINE_CONFIGS=configs, DYN_HTTP_BODY_LIMIT_MB=given)
+    variables = {"DYN_HTTP_BODY_LIMIT_MB": given, "IMAGES": images}
+    _, environment = scripts.started("frontend.sh", ENGINE_CONFIGS=configs, **variables)
     assert (environment["DYN_HTTP_BODY_LIMIT_MB"] or None) == limit
     assert environment["DYN_DISABLE_FRONTEND_ADMIN_API"] == "1"
 

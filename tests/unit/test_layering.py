@@ -13,32 +13,18 @@ import pytest
 PACKAGE = "trtllm_disagg"
 ROOT = Path(__file__).parents[2] / PACKAGE
 
-#: From the bottom up. A module imports from its own layer and from those below; the longest name counts.
+#: Packages, and files at the top, from the bottom up. A module imports from its own layer and from those below; the
+#: longest name counts.
 LAYERS = (
-    (
-        "",
-        "config.deciders",
-        "config.settings",
-        "engine.capabilities",
-        "engine.engines",
-        "engine.trtllm_version",
-        "console",
-        "errors",
-        "admin.keys",
-        "model_directory",
-        "processes",
-        "strategies",
-        "streams",
-        "tracing",
-        "types",
-        "worker.model_facts",
-    ),
-    ("config", "wire"),
-    ("admin", "engine", "worker.pairing", "worker.startup_checks"),
+    ("", "common", "errors", "strategies", "tracing", "types"),
+    ("wire",),
+    ("engine",),
+    ("config",),
+    ("admin",),
     ("handlers",),
     ("dynamo_runtime",),
     ("prefill_queue",),
-    ("worker", "cli", "__main__"),
+    ("worker", "__main__"),
     ("engines.embedded.kv_transfer", "engines.embedded.ipc", "engines"),
     ("engines.embedded.cpu_kernels",),
     ("engines.embedded.params",),
@@ -50,19 +36,19 @@ LAYERS = (
     ("engines.embedded.core",),
     ("engines.embedded.api",),
     ("engines.embedded", "engines.demo_model"),
-    ("engines.modelled", "engines.recording", "embedded"),
+    ("engines.modelled", "engines.recording"),
     ("tools.up", "tools"),
     ("tools.plan",),
     ("tools.top",),
-    ("tools.admin", "tools.trace", "tools.doctor", "tools.bench"),
+    ("tools.admin", "tools.trace", "tools.doctor"),
     ("tools.demo", "tools.completion"),
 )
 
 #: These run on Dynamo, and nothing else may need it.
 DYNAMO = (
     "dynamo_runtime",
+    "tools.admin.controller",  # calls workers and reads the planner from outside
     "tools.up.lifecycle",  # asks whether it is installed
-    "tools.bench.calls",  # runs Dynamo's own handlers beside ours
 )
 
 #: Import names of TensorRT-LLM. Whether it is installed is asked by the table of engines.
@@ -74,7 +60,7 @@ NOT_FOR_EMBEDDED = (
     "worker",
     "dynamo_runtime",
     "config",
-    "cli",
+    "common.cli",
     "engine.engine",
     "engine.llm_api",
 )
@@ -94,13 +80,9 @@ def _name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(file: Path, *, for_types: bool = True) -> Iterator[str]:
+def imports(file: Path) -> Iterator[str]:
     """The absolute name of everything that a file imports, `from x import y` as x.y."""
-    tree = ast.parse(file.read_text())
-    skipped = set() if for_types else set(_typing_only(tree))
-    for node in ast.walk(tree):
-        if node in skipped:
-            continue
+    for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -108,13 +90,6 @@ def imports(file: Path, *, for_types: bool = True) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and node.args and _function(node) in IMPORTERS:
             yield from _start_of_text(node.args[0])
-
-
-def _typing_only(tree: ast.Module) -> Iterator[ast.AST]:
-    """Everything below `if TYPE_CHECKING:`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from ast.walk(node)
 
 
 def _function(call: ast.Call) -> str:
@@ -133,10 +108,10 @@ def is_in(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def own_imports(file: Path, *, for_types: bool = True) -> set[str]:
+def own_imports(file: Path) -> set[str]:
     """The modules of this package that a file imports, by their names inside it."""
     found = set()
-    for name in imports(file, for_types=for_types):
+    for name in imports(file):
         if is_in(name, PACKAGE):
             inside = name.removeprefix(PACKAGE).removeprefix(".")
             found.add(inside if inside in MODULES else inside.rpartition(".")[0])
@@ -156,6 +131,14 @@ def layer_of(module: str) -> int:
 
 MODULES = modules()
 NAMES = sorted(MODULES)
+
+
+def test_layers_are_packages_each_in_one_layer() -> None:
+    names = [name for names in LAYERS for name in names]
+    assert len(set(names)) == len(names)
+    # It has the flags of every command, of whatever package of tools/.
+    files = ["tools.completion"]
+    assert [name for name in names if "." in name and package_of(name) != name] == files
 
 
 def test_every_module_has_a_layer() -> None:
@@ -199,17 +182,18 @@ def package_of(module: str) -> str:
     return module if is_package or not parent else parent
 
 
-def runtime_imports() -> dict[str, set[str]]:
-    return {name: own_imports(MODULES[name], for_types=False) - {name} for name in NAMES}
+def all_imports() -> dict[str, set[str]]:
+    """Includes imports for types: a reader of one file of a circle has to read all of them."""
+    return {name: own_imports(MODULES[name]) - {name} for name in NAMES}
 
 
 def test_no_two_files_import_each_other() -> None:
-    assert circles(runtime_imports()) == []
+    assert circles(all_imports()) == []
 
 
 def test_no_two_packages_import_each_other() -> None:
     graph: dict[str, set[str]] = {}
-    for name, targets in runtime_imports().items():
+    for name, targets in all_imports().items():
         package = package_of(name)
         graph.setdefault(package, set()).update(package_of(t) for t in targets if package_of(t) != package)
     assert circles(graph) == []
@@ -218,6 +202,14 @@ def test_no_two_packages_import_each_other() -> None:
 def test_types_import_only_spans_and_errors_nothing() -> None:
     assert own_imports(MODULES["types"]) == {"tracing.spans"}
     assert own_imports(MODULES["tracing.spans"]) == own_imports(MODULES["errors"]) == set()
+
+
+def test_the_package_imports_nothing_that_only_a_checkout_has() -> None:
+    folders = ("benchmarks", "scripts", "tests")
+    users = [
+        name for name in NAMES for used in imports(MODULES[name]) for each in folders if is_in(used, each)
+    ]
+    assert users == []
 
 
 @pytest.mark.parametrize("module", [name for name in NAMES if is_in(name, "engines")])
@@ -247,9 +239,9 @@ def test_only_the_engine_asks_for_tensorrt_llm() -> None:
         ("engines.demo_model", "torch transformers tokenizers"),
         ("engines.demo_model.building", "torch transformers tokenizers"),
         ("tools.demo.both_orders", "torch transformers tokenizers"),
-        ("tools.bench.sweeps", "torch transformers"),
+        ("tools.plan.comparison", "torch transformers"),
         ("strategies", "torch transformers dynamo tensorrt_llm msgspec pydantic yaml trtllm_disagg.handlers"),
-        ("cli", "torch transformers dynamo pydantic msgspec yaml"),
+        ("common.cli", "torch transformers dynamo pydantic msgspec yaml"),
     ],
 )
 def test_a_cheap_import_loads_no_heavy_library(module: str, heavy: str) -> None:

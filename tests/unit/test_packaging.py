@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 import trtllm_disagg
-from tools.release import build
-from trtllm_disagg.cli import COMMANDS
+from scripts.release import build
+from trtllm_disagg.common.cli import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "trtllm_disagg"
@@ -127,7 +127,7 @@ def test_the_source_distribution_has_docs_and_tests(built: Built) -> None:
         "docs/index.md",
         "mkdocs.yml",
         "tests/unit/test_packaging.py",
-        "tools/release.py",
+        "scripts/release.py",
         "Makefile",
     } <= (built.sdist_files)
     assert not any("__pycache__" in name or name.startswith((".ci", ".cache")) for name in built.sdist_files)

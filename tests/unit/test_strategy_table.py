@@ -35,11 +35,26 @@ parser = argparse.ArgumentParser()
 add_arguments(parser)
 assert parser.parse_args(["--model", "m", "--strategy", "toy"]).strategy == "toy"
 DeploymentConfig("toy", "m", "m", Path("run"), prefill_dispatch="queue")
-assert stop_order("toy") == (("decode",), ("prefill",), ("frontend",), ("nats",))
+assert stop_order("toy") == (("autoscale",), ("decode",), ("prefill",), ("frontend",), ("nats",))
 assert main(["toy"]) == "decode prefill"
 
 require_switchable("toy")
 assert decode_command({"command": "switch", "to": "toy"}).to == "toy"
+
+from tests.unit.tools.conftest import MODELLED
+from trtllm_disagg.tools.plan.fleet import simulate
+from trtllm_disagg.tools.plan.layouts import planned_layouts
+from trtllm_disagg.tools.plan.simulation import ModelledWorker
+from trtllm_disagg.tools.plan.workloads import BUILT_IN
+
+gpu = ModelledWorker.of({"model": "m", "modelled": MODELLED})
+planned = {layout.strategy: layout for layout in planned_layouts(2)}
+asks = BUILT_IN["chat"].asks(4.0, 20)
+# As its line says: decode workers get each request, call a prefill worker for it, and no request chooses its order.
+points = {name: simulate(planned[name], dict.fromkeys(("prefill", "decode"), gpu), asks) for name in ("toy", "auto")}
+assert planned["toy"].name == "1P1D toy"
+assert (points["toy"].by_one_worker, points["toy"].moved > 0) == (0.0, True)
+assert points["auto"].by_one_worker > 0.5
 
 async def answers():
     pair = make_pair("toy")

@@ -1,1 +1,1 @@
-"""Commands that change a running worker, and the key that signs them."""
+"""Commands that change running workers, and the key that signs them."""

@@ -1,9 +1,8 @@
-"""The commands that a running deployment executes, and their encoding.
+"""The commands that a worker executes, and their encoding. `up` has more (`tools/up/commands.py`).
 
-One set of types for both receivers: a worker (over Dynamo's request plane, signed with the deployment's key) and `up`
-(over a socket in its run directory that only its user may open). To a worker a command travels as a request with the
-one key CONTROL. No client of a frontend can send it: the frontend refuses unknown keys, and every request that it sends
-has tokens, which no command has.
+A worker gets a command over Dynamo's request plane, signed with the deployment's key, as a request with the single key
+CONTROL. A frontend's clients cannot send one: the frontend refuses unknown keys, and its requests have tokens, which no
+command has.
 """
 
 from __future__ import annotations
@@ -17,80 +16,47 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from trtllm_disagg.admin.keys import AdminKey
-from trtllm_disagg.config.settings import MOST_SECONDS
-from trtllm_disagg.config.worker_config import Role, flag_of
+from trtllm_disagg.config.settings import MAX_SECONDS
+from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.errors import CommandRefusedError, ConfigError, InvalidRequestError
 from trtllm_disagg.strategies import require_switchable
 
 CONTROL = "trtllm_disagg.control"
-#: At a worker's system port, POST /engine/ADMIN_ROUTE answers with the worker's description, or executes a command.
+#: At a worker's system port, POST /engine/ADMIN_ROUTE returns the worker's description, or executes a command.
 ADMIN_ROUTE = "trtllm_disagg"
 
 
-class Describe(msgspec.Struct, frozen=True, tag_field="command", tag="describe", forbid_unknown_fields=True):
-    """For `up` alone: asks for the description of a deployment. (Workers describe themselves to all who ask.)"""
-
-
 class Switch(msgspec.Struct, frozen=True, tag_field="command", tag="switch", forbid_unknown_fields=True):
-    """A worker becomes the stage that its role has under the strategy `to`; `up` also starts new workers so."""
+    """Makes a worker the stage that its role has under the strategy `to`; `up` also starts new workers so."""
 
     to: str
 
 
 class Set(msgspec.Struct, frozen=True, tag_field="command", tag="set", forbid_unknown_fields=True):
-    """Sets all thresholds in `values`, or none when one is refused by its name; `up` also starts new workers so."""
+    """Sets all thresholds in `values`, or none if one is refused; `up` also starts new workers so."""
 
     values: dict[str, int | float | str | bool]
-
-
-class Flip(msgspec.Struct, frozen=True, tag_field="command", tag="flip", forbid_unknown_fields=True):
-    """A worker leaves, and serves again in the role `to` around the same engine; `up` restarts it in that role."""
-
-    to: Literal["prefill", "decode"]
-    #: Even the last worker of its role.
-    force: bool = False
-    #: For `up` alone: the worker's process, by name, or its instance id, hexadecimal.
+    #: For `up` only: the one worker to set, as in Flip.
     process: str = ""
 
 
-class Scale(msgspec.Struct, frozen=True, tag_field="command", tag="scale", forbid_unknown_fields=True):
-    """For `up` alone: the number of workers to run, by role."""
+class Flip(msgspec.Struct, frozen=True, tag_field="command", tag="flip", forbid_unknown_fields=True):
+    """Makes a worker leave and serve in the role `to` with the same engine; `up` restarts it in that role."""
 
-    workers: dict[str, int]
-    #: Workers change roles where that is enough; only what is missing then starts, and what is too much stops.
-    by_flips: bool = False
-
-
-class Undo(msgspec.Struct, frozen=True, tag_field="command", tag="undo", forbid_unknown_fields=True):
-    """For `up` alone, on the connection of a command that it has not done yet: takes the wish of that command back."""
+    to: Literal["prefill", "decode"]
+    #: Also flips the last worker of its role.
+    force: bool = False
+    #: For `up` only: the worker's process name or hexadecimal instance id.
+    process: str = ""
 
 
 class Leave(msgspec.Struct, frozen=True, tag_field="command", tag="leave", forbid_unknown_fields=True):
-    """For a worker: it leaves discovery, finishes its requests for up to `seconds`, answers, and ends."""
+    """Makes a worker leave discovery, finish requests for up to `seconds`, answer, and end."""
 
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
-
-
-class Rollout(msgspec.Struct, frozen=True, tag_field="command", tag="rollout", forbid_unknown_fields=True):
-    """For `up` alone: workers of `revision` take the place of those there are now, started with what is not empty here.
-    The current revision takes back a rollout that is on its way.
-    """
-
-    revision: str
-    model: str = ""
-    #: Role -> path of its engine config.
-    engine_configs: dict[str, str] = {}
-    #: Interpreter of the new workers.
-    python: str = ""
-    worker_args: tuple[str, ...] = ()
-    #: Of the old workers.
-    drain_seconds: Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)] = 600.0
-    #: One worker at a time, each new one on the GPUs of an old one.
-    in_place: bool = False
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
 
 
 Command = Switch | Set | Flip | Leave
-UpCommand = Describe | Switch | Set | Flip | Scale | Rollout | Undo
 
 
 def is_control(request: Mapping[str, Any]) -> bool:
@@ -98,7 +64,7 @@ def is_control(request: Mapping[str, Any]) -> bool:
 
 
 def decode_command(raw: Any) -> Command:
-    """For a worker. Raises InvalidRequestError, which names the wrong key and what is allowed."""
+    """Raises InvalidRequestError, naming the wrong key and what is allowed."""
     try:
         command: Command = msgspec.convert(raw, Command)
     except msgspec.ValidationError as error:
@@ -113,68 +79,26 @@ def decode_command(raw: Any) -> Command:
     return command
 
 
-def decode_up_command(line: bytes) -> UpCommand:
-    """For `up`: one line of JSON. Raises ConfigError, which names what is wrong and what is allowed."""
-    try:
-        command: UpCommand = msgspec.json.decode(line, type=UpCommand)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(
-            f"command: {error}; expected one of describe, switch, set, flip, scale, rollout"
-        ) from None
-    return command
-
-
-class Description(msgspec.Struct, frozen=True):
-    """The part of a worker's description that commands need."""
-
-    role: Role
-    strategy: str
-    model: str
-    #: The worker is registered with frontends, which may send it requests.
-    registered: bool = False
-    #: Number of requests from frontends that the worker is answering.
-    whole_requests: int = 0
-    #: Number of requests that wait for their first token.
-    queued_requests: int = 0
-    #: Share of its KV blocks in use; None where its engine does not say.
-    kv_occupancy: float | None = None
-    #: Flags of the worker's start that keep it from being switched.
-    fixed_by: tuple[str, ...] = ()
-    #: The instance id that it had in the role before this one, hexadecimal; empty for one that was never flipped.
-    flipped_from: str = ""
-    #: The name of its process under `up`.
-    process: str = ""
-    #: It has entered its role; before that it may give way to another worker, or fail.
-    ready: bool = True
-    revision: str | None = None
-    #: Of its life (`worker/life.py`); empty from an older version.
-    state: str = ""
-    #: The role that it flips to; empty when it does not.
-    becomes: str = ""
-    #: The id of the key that it obeys; None from an older version.
-    key: str | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class DescribedInstance:
-    """A worker and its description, which has the keys of `Description` and more if it is of this package."""
+    """A worker and its description."""
 
     endpoint_id: str
     instance_id: int
     description: dict[str, Any]
 
 
-# Every process that can open a connection to a worker's endpoint can send it commands. So a command carries a signature
-# over the command, the instance that it is for, the time, and a nonce.
+# Any process that can connect to a worker's endpoint can send commands. So each has a signature over command, target
+# instance, time and nonce.
 
-#: How far the clocks of two hosts may differ, and how long a worker remembers a nonce.
+#: Seconds that two hosts' clocks may differ, and that a worker remembers a nonce.
 VALID_SECONDS = 60.0
 
 Clock = Callable[[], float]
 
 
 class SignedCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A command as sent. `payload` is the JSON of a `SignedPayload`, byte for byte as it was signed."""
+    """A command as sent. `payload`: the JSON of a `SignedPayload`, byte for byte as signed."""
 
     payload: str = msgspec.field(name="order")
     key: str
@@ -182,7 +106,7 @@ class SignedCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SignedPayload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`command` for the worker `instance_id`; `at` is in seconds since the epoch."""
+    """`command` is for the worker `instance_id`; `at`: seconds since the epoch."""
 
     command: dict[str, Any]
     instance_id: int
@@ -201,7 +125,8 @@ class Signer:
 
     def request(self, command: Command, instance_id: int) -> dict[str, Any]:
         """The request that carries the command to the worker `instance_id`."""
-        plain = msgspec.to_builtins(command)
+        # Fields for `up` only are empty here, and older workers do not know them.
+        plain = {name: value for name, value in msgspec.to_builtins(command).items() if value != ""}
         payload = SignedPayload(plain, instance_id, self._clock(), secrets.token_hex(16))
         text = msgspec.json.encode(payload).decode()
         signed = SignedCommand(text, self._key.id, self._key.signature(text))
@@ -212,11 +137,11 @@ class Verifier:
     """Accepts each command once, only for `instance_id`, and at most VALID_SECONDS after it was signed."""
 
     def __init__(self, key: AdminKey | None, instance_id: int, clock: Clock = time.time) -> None:
-        """`key`: None for a worker that was started without one, and takes no commands."""
+        """`key`: None on a worker started without one, which refuses commands."""
         self._key = key
         self._instance_id = instance_id
         self._clock = clock
-        #: Nonce -> when its command expires by itself.
+        #: Nonce -> when its command expires.
         self._seen: dict[str, float] = {}
 
     @property
@@ -224,12 +149,12 @@ class Verifier:
         return None if self._key is None else self._key.id
 
     def command_of(self, raw: Any) -> Command:
-        """Raises CommandRefusedError without a valid signature, InvalidRequestError when `raw` is no command."""
+        """Raises CommandRefusedError without a valid signature, InvalidRequestError if `raw` is no command."""
         if self._key is None:
-            why = f"this worker has no key and takes no commands; start it with {flag_of('admin_key_file')} FILE"
+            why = f"this worker has no key for commands; start it with {flag_of('admin_key_file')} FILE"
             raise CommandRefusedError(f"{CONTROL}: {why}")
         if not (isinstance(raw, dict) and "signature" in raw):
-            why = f"this worker takes commands signed with the key {self._key.id} only"
+            why = f"this worker accepts only commands signed with the key {self._key.id}"
             raise CommandRefusedError(f"{CONTROL}: not signed; {why}")
         try:
             signed = msgspec.convert(raw, SignedCommand)
@@ -238,7 +163,7 @@ class Verifier:
                     f"{CONTROL}: signed with another key ({signed.key[:12]!r}) than this worker's ({self._key.id})"
                 )
             payload = msgspec.json.decode(signed.payload, type=SignedPayload)
-        except msgspec.DecodeError as error:  # also of another version
+        except msgspec.DecodeError as error:  # also from another version
             raise InvalidRequestError(f"{CONTROL}: {error}") from None
         self._require_fresh(payload)
         return decode_command(payload.command)
@@ -256,5 +181,5 @@ class Verifier:
             )
         self._seen = {nonce: until for nonce, until in self._seen.items() if until >= now}
         if payload.nonce in self._seen:
-            raise CommandRefusedError(f"{CONTROL}: this worker has had this command already")
+            raise CommandRefusedError(f"{CONTROL}: this worker has already executed this command")
         self._seen[payload.nonce] = payload.at + VALID_SECONDS

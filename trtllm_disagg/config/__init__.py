@@ -1,1 +1,1 @@
-"""What one worker is told: command line, environment, YAML and policy files, checked before anything is built."""
+"""A worker's settings from command line, environment and YAML files, checked before anything is built."""

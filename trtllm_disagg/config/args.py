@@ -1,23 +1,23 @@
 """Reads a WorkerConfig from the command line and the environment.
 
-A value comes from the flag, else from TRTLLM_DISAGG_<FLAG>, else from Dynamo's variable for the same flag, else it is
-the default of WorkerConfig. An empty variable counts as not set. Engine arguments are flags, too, as in
-`python -m dynamo.trtllm`: `--trtllm.a.b VALUE`.
+Precedence: flag, TRTLLM_DISAGG_<FLAG>, Dynamo's variable for the flag, WorkerConfig's default. An empty variable counts
+as unset. Engine arguments are flags, too, as in `python -m dynamo.trtllm`: `--trtllm.a.b VALUE`.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from trtllm_disagg import __version__
+from trtllm_disagg.common.cli import refuse_unknown_arguments
 from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.config.dynamo_flags import (
     ROUTER_FLAGS,
@@ -39,41 +39,41 @@ from trtllm_disagg.config.worker_config import (
     choices_of,
     flag_of,
 )
+from trtllm_disagg.config.yaml_file import shipped
 from trtllm_disagg.errors import ConfigError
 
-#: The settings by which a deployment is found.
+#: The settings that locate a deployment.
 WHEREABOUTS = ("namespace", "discovery_backend", "request_plane", "event_plane")
 _PREFIX = "--trtllm."
-#: An internal flag that holds all of them as JSON.
+#: An internal flag with all of them as JSON.
 _DOTTED = "--trtllm"
 _OVERRIDE = "--override-engine-args"
-#: When this variable is set, etcd is the default discovery, as in Dynamo.
-_ETCD = "ETCD_ENDPOINTS"
-# One flag of Dynamo that sets two settings.
-_BOTH_PUBLISHERS_FLAG = "--publish-events-and-metrics"
-_BOTH_PUBLISHERS = ("publish_kv_events", "publish_metrics")
-# Other names of one worker that runs both phases, from older and newer Dynamo.
+#: A setting of version 0.2.
+_POLICY_FILE, _POLICY_FILE_VARIABLE = "--policy-file", "TRTLLM_DISAGG_POLICY_FILE"
+# Older and newer Dynamo's names for one worker that runs both phases.
 _ROLE_ALIASES = {"prefill_and_decode": Role.AGG.value, "pd": Role.AGG.value}
 _TYPES = {
-    name: kind for owner in (WorkerConfig, *DECIDERS.values()) for name, kind in get_type_hints(owner).items()
+    name: value_type
+    for owner in (WorkerConfig, *DECIDERS.values())
+    for name, value_type in get_type_hints(owner).items()
 }
 
 
 def with_dotted_flags(arguments: Sequence[str]) -> list[str]:
-    """The arguments with all --trtllm.* flags combined into one with a JSON value. Raises ConfigError."""
+    """Combine all --trtllm.* flags into one with a JSON value. Raises ConfigError."""
     kept: list[str] = []
     nested: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        argument = rest.pop(0)
+    remaining = list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
         if not argument.startswith(_PREFIX):
             kept.append(argument)
             continue
         flag, has_value, value = argument.partition("=")
         if not has_value:
-            if not rest or rest[0].startswith("--"):
+            if not remaining or remaining[0].startswith("--"):
                 raise ConfigError(f"{flag} needs a value")
-            value = rest.pop(0)
+            value = remaining.pop(0)
         _set(nested, flag, _typed(value))
     if not nested:
         return kept
@@ -95,32 +95,34 @@ def _set(nested: dict[str, Any], flag: str, value: Any) -> None:
 
 
 def _typed(text: str) -> Any:
-    """None, a number, a boolean, or the text itself, as Dynamo reads it."""
+    """None, a number, a boolean, or the text, as Dynamo reads it."""
     words = {"none": None, "null": None, "true": True, "false": False}
     if text.lower() in words:
         return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
+    for value_type in (int, float):
+        with suppress(ValueError):
+            return value_type(text)
     return text
 
 
 def _set_both_publishers(namespace: argparse.Namespace, option: str, values: Sequence[str]) -> None:
-    for name in _BOTH_PUBLISHERS:
+    for name in ("publish_kv_events", "publish_metrics"):
         setattr(namespace, name, not is_no(option))
 
 
+def _refuse_policy_file(namespace: argparse.Namespace, key: str, values: Sequence[str]) -> None:
+    raise ConfigError(f"{key} is gone since 0.3: `trtllm-disagg set` changes thresholds while workers serve")
+
+
 def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add every flag of a worker. A flag that is not given leaves no attribute in the namespace."""
+    """Add all flags of a worker. Flags not given leave no attribute in the namespace."""
     for title, settings in groupby(SETTINGS.values(), key=lambda setting: setting.group):
         group = parser.add_argument_group(title)
         for setting in settings:
-            _add_flag(group, setting)
+            add_flag(group, setting)
         if title == "publishing":
             group.add_argument(
-                *names_of_switch(_BOTH_PUBLISHERS_FLAG),
+                *names_of_switch("--publish-events-and-metrics"),
                 action=Take,
                 take=_set_both_publishers,
                 nargs=0,
@@ -130,6 +132,11 @@ def add_worker_arguments(parser: argparse.ArgumentParser) -> None:
             )
     parser.add_argument(_DOTTED, dest=_DOTTED, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=__version__)
+    unsaid = argparse.SUPPRESS
+    take = _refuse_policy_file
+    parser.add_argument(
+        _POLICY_FILE, action=Take, take=take, nargs="?", dest=unsaid, default=unsaid, help=unsaid
+    )
     add_dynamo_arguments(parser)
 
 
@@ -140,13 +147,13 @@ def parse_worker_flags(
     ignores_unknown: bool = False,
     is_elsewhere: bool = False,
 ) -> WorkerConfig:
-    """`read_worker_flags` of `words`, then `config_from_namespace`."""
+    """`read_worker_flags`, then `config_from_namespace`."""
     namespace = read_worker_flags(words, ignores_unknown=ignores_unknown)
     return config_from_namespace(namespace, environ, is_elsewhere=is_elsewhere)
 
 
 def read_worker_flags(words: Sequence[str], *, ignores_unknown: bool = False) -> argparse.Namespace:
-    """The flags in `words`, each checked by itself. Raises ConfigError, for unknown ones unless `ignores_unknown`."""
+    """The flags in `words`, each checked alone. Raises ConfigError, also for unknown ones unless `ignores_unknown`."""
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
     add_worker_arguments(parser)
     try:
@@ -161,12 +168,15 @@ def read_worker_flags(words: Sequence[str], *, ignores_unknown: bool = False) ->
 def config_from_namespace(
     namespace: argparse.Namespace, environ: Mapping[str, str], *, is_elsewhere: bool = False
 ) -> WorkerConfig:
-    """Add the environment's values to those of the command line; other attributes are ignored. `is_elsewhere`: the
-    worker starts on another machine or in a container, so its chat template need not be here.
+    """Add the environment's values to the command line's; ignores other attributes. `is_elsewhere`: the worker starts
+    on another machine or in a container, so its chat template need not exist here.
     """
-    refuse_ignored_variables(environ)
-    check_runtime_variables(environ)
     given = {name: getattr(namespace, name) for name in SETTINGS if hasattr(namespace, name)}
+    environ = with_variables_of_model(environ, given.get("extra_engine_args"))
+    refuse_ignored_variables(environ)
+    if environ.get(_POLICY_FILE_VARIABLE):
+        _refuse_policy_file(namespace, _POLICY_FILE_VARIABLE, ())
+    check_runtime_variables(environ)
     values = _from_environment(environ) | given
     if hasattr(namespace, _DOTTED):
         values["override_engine_args"] = getattr(namespace, _DOTTED)
@@ -191,35 +201,24 @@ def config_from_namespace(
     )
 
 
+def with_variables_of_model(environ: Mapping[str, str], file: str | None) -> dict[str, str]:
+    """`environ` and the further variables of `worker.env` beside the engine arguments. `file`: the flag's value."""
+    file = file or _from_environment(environ, ("extra_engine_args",)).get("extra_engine_args", "/none")
+    beside = shipped(Path(file)).with_name("worker.env")
+    lines = beside.read_text().splitlines() if beside.is_file() else ()
+    named = dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
+    return {**named, **{name: value for name, value in environ.items() if value or name not in named}}
+
+
 def whereabouts_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """The values of WHEREABOUTS of a worker that starts here without a flag for them. Raises ConfigError."""
+    """The values of WHEREABOUTS for a worker that starts here without flags for them. Raises ConfigError."""
     values = _from_environment(environ, (*WHEREABOUTS, "endpoint", "worker_revision"))
     _resolve_namespace(values, by_flag=False)
     _resolve_discovery(values, environ)
     return {name: str(values.get(name, SETTINGS[name].default)) for name in WHEREABOUTS}
 
 
-def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """The actions of a parser, one for each flag; argparse has no public name for them."""
-    return parser._actions
-
-
-def refuse_unknown_arguments(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
-    """Raise ConfigError for the first argument that the parser does not know, with the closest flag."""
-    if not unknown:
-        return
-    name = unknown[0].split("=", 1)[0]
-    replaced: Mapping[str, str] = getattr(parser, "replaced", {})
-    if name in replaced:
-        raise ConfigError(f"{name} is gone since 0.2: {replaced[name]}")
-    known = [option for action in actions_of(parser) for option in action.option_strings]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else "; --help lists the flags"
-    kind = "flag" if name.startswith("-") else "argument"
-    raise ConfigError(f"unknown {kind} {name}{hint}")
-
-
-def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
+def add_flag(group: argparse._ActionsContainer, setting: Setting) -> None:
     options: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS, "help": _help(setting)}
     if _value_type(setting.name) is bool:
         group.add_argument(*setting.names, action=argparse.BooleanOptionalAction, **options)
@@ -239,14 +238,13 @@ def _help(setting: Setting) -> str:
 
 
 def _value_type(name: str) -> type:
-    hint = _TYPES[name]
-    options = [option for option in get_args(hint) if option is not NoneType]
-    chosen: type = options[0] if options else hint
+    options = [option for option in get_args(_TYPES[name]) if option is not NoneType]
+    chosen: type = options[0] if options else _TYPES[name]
     return chosen
 
 
 def argument_parser_of(name: str, key: str | None = None) -> Callable[[str], Any]:
-    """A type for argparse that reads the value of one flag. Raises ConfigError, which names `key` or the flag."""
+    """An argparse type that reads one flag's value. Raises ConfigError, naming `key` or the flag."""
     return lambda text: _parse(name, text, key=key or flag_of(name))
 
 
@@ -256,18 +254,18 @@ def _parse(name: str, text: str, key: str) -> Any:
     return value
 
 
-def _read(kind: type, text: str, key: str) -> Any:
-    if kind is bool:
+def _read(value_type: type, text: str, key: str) -> Any:
+    if value_type is bool:
         if (word := text.strip().lower()) in (*YES, *NO):
             return word in YES
         raise ConfigError.bad_value(key, text, "true or false (also 1/0, on/off, yes/no)")
-    if kind in (int, float):
+    if value_type in (int, float):
         try:
-            return kind(text)
+            return value_type(text)
         except ValueError:
-            allowed = "a whole number" if kind is int else "a number"
+            allowed = "an integer" if value_type is int else "a number"
             raise ConfigError.bad_value(key, text, allowed) from None
-    return _ROLE_ALIASES.get(text, text) if kind is Role else text
+    return _ROLE_ALIASES.get(text, text) if value_type is Role else text
 
 
 def _from_environment(environ: Mapping[str, str], names: Iterable[str] = SETTINGS) -> dict[str, Any]:
@@ -280,7 +278,7 @@ def _from_environment(environ: Mapping[str, str], names: Iterable[str] = SETTING
 
 
 def _resolve_endpoints(values: dict[str, Any]) -> None:
-    """One spelling, since endpoints are compared."""
+    """Normalize endpoints, which are compared."""
     for name in ("endpoint", "next_endpoint"):
         if name in values:
             values[name] = parse_endpoint_id(values[name]).url
@@ -289,7 +287,7 @@ def _resolve_endpoints(values: dict[str, Any]) -> None:
 def _resolve_namespace(values: dict[str, Any], *, by_flag: bool) -> None:
     """As in Dynamo: an endpoint includes its namespace; otherwise a suffix distinguishes revisions."""
     if "endpoint" in values:
-        # With --namespace as well, WorkerConfig checks that the two agree.
+        # If --namespace is also given, WorkerConfig checks that the two agree.
         if not by_flag:
             values["namespace"] = parse_endpoint_id(values["endpoint"]).namespace
     elif revision := values.get("worker_revision"):
@@ -297,7 +295,8 @@ def _resolve_namespace(values: dict[str, Any], *, by_flag: bool) -> None:
 
 
 def _resolve_discovery(values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    if "discovery_backend" not in values and environ.get(_ETCD):
+    """As in Dynamo, an etcd's address is enough."""
+    if "discovery_backend" not in values and environ.get("ETCD_ENDPOINTS"):
         values["discovery_backend"] = "etcd"
 
 

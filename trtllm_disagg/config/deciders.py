@@ -1,9 +1,9 @@
-"""The one list of deciders. A decider decides whether a request's prefill runs on a worker of the other role.
+"""The only list of deciders. A decider decides whether a request's prefill runs on a peer.
 
-The rules are those of the old Dynamo design (length and queue), of Dynamo 1.6 (isl_bounding), of Dynamo PR 14157
-(decode_occupancy) and of llm-d (non_cached_tokens). All count tokens, without those of blocks in the worker's cache. A
-new decider is one class and one line in the table. Its fields are its thresholds, each a setting of every worker: a
-flag, a variable, a key of the policy file, and a flag of `trtllm-disagg set`.
+The rules come from the old Dynamo design (length and queue), Dynamo 1.6 (isl_bounding), Dynamo PR 14157
+(decode_occupancy) and llm-d (non_cached_tokens). All count the tokens outside the worker's cache. A new decider is one
+class and one line in the table. Its fields are its thresholds, each a setting of every worker: a flag, a variable, and
+a flag of `trtllm-disagg set`.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from trtllm_disagg.strategies import WorkerRole
 
 
 class Decision(NamedTuple):
-    #: A worker of the other role takes part; else the worker that has the request does both stages.
+    #: Whether a peer takes part; else the worker runs both phases.
     both_stages: bool
-    #: One word, fit for a metric's label.
+    #: One word, usable as a metric's label.
     reason: str
 
 
 class Occupancy(NamedTuple):
-    """A share of used KV blocks, and the age in seconds of its oldest report."""
+    """A share of used KV blocks (0 to 1), and the age in seconds of its oldest report."""
 
     share: float
     age: float
 
 
 class Facts(NamedTuple):
-    """The facts about a request, its worker and the other stage on which a decider decides."""
+    """A decider's facts about a request, its worker and the other stage."""
 
-    #: Tokens of the prompt, its tokens outside of cached blocks, and requests that wait for the other stage.
+    #: Prompt tokens, those outside cached blocks, and requests waiting for the other stage.
     num_prompt: int
     uncached: int
     depth: int
-    #: The prompt and all that may be generated.
-    most_tokens: int
+    #: Tokens of the prompt and the longest answer.
+    max_total_tokens: int
     is_prefill_worker: bool
-    #: Requests that the worker serves alone by decision, and the largest number of tokens that they may use.
+    #: Requests that the worker serves alone by decision, and their maximum tokens.
     num_kept: int
     kept_tokens: int
-    #: The share of the worker's KV blocks that is in use.
+    #: The share of the worker's KV blocks in use.
     own_occupancy: float
-    #: The mean over the other stage's workers; None when it is not known.
+    #: The mean over the other stage's workers; None: unknown.
     other_occupancy: Occupancy | None
 
     def as_json(self) -> dict[str, int | float]:
@@ -52,11 +52,8 @@ class Facts(NamedTuple):
         facts: dict[str, int | float] = {"uncached": self.uncached, "queue_depth": self.depth}
         if self.other_occupancy is not None:
             share, age = self.other_occupancy
-            facts |= {
-                "own_occupancy": round(self.own_occupancy, 4),
-                "other_occupancy": round(share, 4),
-                "occupancy_age_ms": round(age * 1000),
-            }
+            facts |= {"own_occupancy": round(self.own_occupancy, 4), "other_occupancy": round(share, 4)}
+            facts["occupancy_age_ms"] = round(age * 1000)
         return facts
 
 
@@ -65,12 +62,13 @@ class DeciderRule(Protocol):
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    def decide(self, facts: Facts) -> Decision: ...
+    def decide(self, facts: Facts) -> Decision:
+        """Called for each request, so it must not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """Every request goes to the other stage."""
+    """Sends every request to the other stage."""
 
     def decide(self, facts: Facts) -> Decision:
         return Decision(True, ALWAYS)
@@ -87,7 +85,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class LengthAndQueue(Length):
-    max_prefill_queue_size: int = option(2, "waiting prefills from which on further ones stay local", NUMBER)
+    max_prefill_queue_size: int = option(2, "queue length at which prefills stay local", NUMBER)
 
     def decide(self, facts: Facts) -> Decision:
         decision = Length.decide(self, facts)
@@ -98,7 +96,7 @@ class LengthAndQueue(Length):
 
 @dataclass(frozen=True, slots=True)
 class IslBounding:
-    """Stays local when few tokens have to be computed, and most of the prompt is cached."""
+    """Stays local if few tokens must be computed and most of the prompt is cached."""
 
     eff_isl_threshold: int = option(2048, "isl_bounding: max uncached tokens prefilled locally", NUMBER)
     eff_isl_ratio_threshold: float = option(
@@ -108,7 +106,7 @@ class IslBounding:
     def decide(self, facts: Facts) -> Decision:
         if facts.uncached >= self.eff_isl_threshold:
             return Decision(True, "long")
-        # A quotient, unlike a product, rounds to the same float as the threshold.
+        # Unlike a product, a quotient rounds to the threshold's float.
         if facts.uncached / max(1, facts.num_prompt) >= self.eff_isl_ratio_threshold:
             return Decision(True, "low_hit_ratio")
         return Decision(False, "cached")
@@ -119,7 +117,7 @@ class NonCachedTokens:
     """llm-d's prefix-based decider; 0 means never."""
 
     non_cached_tokens: int = option(
-        0, "non_cached_tokens: uncached tokens from which on a prefill is remote", NUMBER
+        0, "non_cached_tokens: min uncached tokens of a remote prefill; 0: none is remote", NUMBER
     )
 
     def decide(self, facts: Facts) -> Decision:
@@ -129,23 +127,19 @@ class NonCachedTokens:
 
 @dataclass(frozen=True, slots=True)
 class DecodeOccupancy:
-    """A prefill worker serves a request alone while the decode workers are busy and it is not. A decode worker always
-    calls the other stage. A worker at its threshold is busy.
+    """A prefill worker serves a request alone while the decode workers are busy and it is not; at its threshold a
+    worker is busy. A decode worker always calls the other stage.
     """
 
     decode_busy_threshold: float = option(
-        0.9, "decode_occupancy: share of used KV blocks from which on decode workers are full", SHARE
+        0.9, "decode_occupancy: KV occupancy at which decode workers are full", SHARE
     )
     prefill_busy_threshold: float = option(
-        0.5,
-        "decode_occupancy: share of its own used KV blocks from which on a prefill worker keeps none",
-        SHARE,
+        0.5, "decode_occupancy: own KV occupancy at which prefill keeps no request", SHARE
     )
-    max_concurrent: int = option(
-        8, "decode_occupancy: max requests that a prefill worker keeps at once", NUMBER
-    )
+    max_concurrent: int = option(8, "decode_occupancy: max concurrent requests that prefill keeps", NUMBER)
     max_budget_tokens: int = option(
-        32768, "decode_occupancy: max tokens, prompts and answers, of the requests that it keeps", NUMBER
+        32768, "decode_occupancy: max tokens (prompts and answers) of those requests", NUMBER
     )
 
     def decide(self, facts: Facts) -> Decision:
@@ -157,15 +151,13 @@ class DecodeOccupancy:
             return Decision(True, "decode_free")
         if facts.own_occupancy >= self.prefill_busy_threshold:
             return Decision(True, "prefill_busy")
-        if (
-            facts.num_kept >= self.max_concurrent
-            or facts.kept_tokens + facts.most_tokens > self.max_budget_tokens
-        ):
+        kept_tokens = facts.kept_tokens + facts.max_total_tokens
+        if facts.num_kept >= self.max_concurrent or kept_tokens > self.max_budget_tokens:
             return Decision(True, "kept_enough")
         return Decision(False, "decode_busy")
 
 
-#: This decider uses no facts, so the cache is not queried for it.
+#: Needs no facts, so the cache is not queried.
 ALWAYS = "always"
 
 DECIDERS: dict[str, type[DeciderRule]] = {
@@ -176,5 +168,15 @@ DECIDERS: dict[str, type[DeciderRule]] = {
     "non_cached_tokens": NonCachedTokens,
     "decode_occupancy": DecodeOccupancy,
 }
-#: The deciders that need the occupancy of the other stage -> the roles whose workers decide by it, and so ask for it.
+#: Decider by the other stage's occupancy -> the roles whose workers query it.
 BY_OCCUPANCY: dict[str, tuple[WorkerRole, ...]] = {"decode_occupancy": ("prefill",)}
+
+
+def auto_rules(name: str) -> tuple[str, ...]:
+    """The rules of `auto`: always length_and_queue, and --prefill-decider if it is one of BY_OCCUPANCY."""
+    return ("length_and_queue", name) if name in BY_OCCUPANCY else ("length_and_queue",)
+
+
+def agreed(*decisions: Decision) -> Decision:
+    """Both stages only if all decisions say so."""
+    return next((each for each in decisions if not each.both_stages), decisions[0])

@@ -1,7 +1,7 @@
-"""The flags of `python -m dynamo.trtllm` 1.6.1 that are no settings of this worker, and how each is handled.
+"""Handles the flags of `python -m dynamo.trtllm` 1.6.1 that are no settings of this worker.
 
-Together with SETTINGS these are all flags of Dynamo's: a test compares them with the installed ai-dynamo, so that an
-upgrade shows what is new. A flag, or its variable, that this worker would ignore is refused by name.
+With SETTINGS they are all of Dynamo's flags; a test compares them with the installed ai-dynamo, so that an upgrade
+shows new ones. Flags and variables that this worker would ignore are refused by name.
 """
 
 from __future__ import annotations
@@ -16,108 +16,71 @@ from trtllm_disagg.errors import ConfigError
 
 
 class NotServed(NamedTuple):
-    """A flag of Dynamo's worker for a function that this worker does not have."""
+    """A flag or variable of Dynamo's worker for a function that this worker lacks."""
 
     name: str
     variable: str
-    #: Values, in lower case, that leave the function off.
+    #: Lower-case values that leave the function off.
     accepted: tuple[str, ...]
-    #: What to use instead.
-    instead: str
-    #: The flag is a switch: `--x` and `--no-x`.
+    #: A switch: `--x` and `--no-x`.
     is_switch: bool = False
-    #: The flag takes any number of values.
-    is_list: bool = False
+
+    @classmethod
+    def of(cls, accepted: str, prefix: str) -> NotServed:
+        """`accepted`: the accepted form, --flag=VALUE,VALUE or a switch; `prefix`: of the variable."""
+        flag, takes_values, values = accepted.partition("=")
+        name = flag.replace("--no-", "--")
+        variable = prefix + name.removeprefix("--").removeprefix("dyn-").replace("-", "_").upper()
+        if takes_values:
+            return cls(name, variable, ("", *values.split(",")))
+        return cls(name, variable, ("", *(NO if is_no(flag) else YES)), is_switch=True)
 
     def check(self, key: str, value: str) -> None:
-        """Raise ConfigError, which names `key`, unless the value leaves the function off."""
-        if value.strip().lower() in self.accepted:
-            return
-        allowed = " or ".join(name for name in self.accepted if name) or "no value"
-        raise ConfigError.bad_value(key, value, f"{allowed}: {self.instead}")
+        """Raises ConfigError, naming `key`, unless the value leaves the function off."""
+        if value.strip().lower() not in self.accepted:
+            allowed = " or ".join(filter(None, self.accepted)) or "no value"
+            raise ConfigError.bad_value(key, value, f"{allowed} ({_REASONS})")
 
 
-_TEXT = "this worker serves text only; run `python -m dynamo.trtllm` for images, video and audio"
-_TAG = "use --dyn-structural-tag"
+_REASONS = "docs/reference/from-dynamo-trtllm.md says why, and what to use"
 
 
-def _refused(
-    name: str, off: str | bool, instead: str = _TEXT, dynamo: str = DYNAMO_WORKER, *, is_list: bool = False
-) -> NotServed:
-    """`off`: the values of the flag, or the state of the switch, that leave the function off. `dynamo`: the prefix of
-    its variable.
-    """
-    variable = dynamo + name.removeprefix("--").removeprefix("dyn-").replace("-", "_").upper()
-    if isinstance(off, bool):
-        return NotServed(name, variable, YES if off else ("", *NO), instead, is_switch=True)
-    return NotServed(name, variable, ("", *off.split()), instead, is_list=is_list)
+def is_no(option: str) -> bool:
+    """Whether the flag is a switch's `--no-x`."""
+    return option.startswith("--no-")
 
 
+_OF_DYNAMOS_WORKER = """
+    --model-loader-extra-config= --encode-endpoint= --allowed-local-media-path= --no-frontend-decoding
+    --quant-algo= --quant-dynamic --no-enable-teacache --teacache-use-ret-steps --teacache-thresh=0.2
+    --torch-dtype=bfloat16 --no-disable-torch-compile --no-enable-fullgraph --no-enable-cuda-graph
+    --attn-backend=vanilla --dit-ulysses-size=1 --dit-ring-size=1 --dit-cfg-size=1
+    --no-enable-layerwise-nvtx-marker --no-skip-warmup --default-height=480 --default-width=832
+    --default-num-inference-steps=50 --default-guidance-scale=5.0 --default-num-frames=81
+    --default-num-images-per-prompt=1
+"""
+_OF_DYNAMOS_RUNTIME = """
+    --connector=none,null
+    --no-dyn-enable-structural-tag --dyn-structural-tag-scope= --dyn-structural-tag-schema=
+    --multimodal-embedding-cache-capacity-gb=0,0.0 --no-multimodal-embedding-cache-publisher
+    --output-modalities=text --media-output-fs-url=file:///tmp/dynamo_media --media-output-http-url=
+"""
 NOT_SERVED = (
-    # Of the engine.
-    _refused("--model-loader-extra-config", "", "give it as a key of the --extra-engine-args file"),
-    # Of the runtime.
-    _refused(
-        "--connector",
-        "none null",
-        "KVBM and LMCache are not built in; kv_connector_config in the engine YAML is passed on",
-        DYNAMO_RUNTIME,
-        is_list=True,
-    ),
-    _refused("--dyn-enable-structural-tag", False, _TAG, DYNAMO_RUNTIME),
-    _refused("--dyn-structural-tag-scope", "", _TAG, DYNAMO_RUNTIME),
-    _refused("--dyn-structural-tag-schema", "", _TAG, DYNAMO_RUNTIME),
-    # Multimodal.
-    _refused("--enable-multimodal", False),
-    _refused("--modality", "text"),
-    _refused("--encode-endpoint", ""),
-    _refused("--allowed-local-media-path", ""),
-    _refused("--max-file-size-mb", "50"),
-    _refused("--frontend-decoding", False),
-    _refused("--multimodal-embedding-cache-capacity-gb", "0 0.0", dynamo=DYNAMO_RUNTIME),
-    _refused("--multimodal-embedding-cache-publisher", False, dynamo=DYNAMO_RUNTIME),
-    _refused("--output-modalities", "text", dynamo=DYNAMO_RUNTIME, is_list=True),
-    _refused("--media-output-fs-url", "file:///tmp/dynamo_media", dynamo=DYNAMO_RUNTIME),
-    _refused("--media-output-http-url", "", dynamo=DYNAMO_RUNTIME),
-    # Diffusion.
-    _refused("--quant-algo", ""),
-    _refused("--quant-dynamic", True),
-    _refused("--enable-teacache", False),
-    _refused("--teacache-use-ret-steps", True),
-    _refused("--teacache-thresh", "0.2"),
-    _refused("--torch-dtype", "bfloat16"),
-    _refused("--disable-torch-compile", False),
-    _refused("--enable-fullgraph", False),
-    _refused("--enable-cuda-graph", False),
-    _refused("--attn-backend", "vanilla"),
-    _refused("--dit-ulysses-size", "1"),
-    _refused("--dit-ring-size", "1"),
-    _refused("--dit-cfg-size", "1"),
-    _refused("--enable-layerwise-nvtx-marker", False),
-    _refused("--skip-warmup", False),
-    _refused("--default-height", "480"),
-    _refused("--default-width", "832"),
-    _refused("--default-num-inference-steps", "50"),
-    _refused("--default-guidance-scale", "5.0"),
-    _refused("--default-num-frames", "81"),
-    _refused("--default-num-images-per-prompt", "1"),
+    *(NotServed.of(accepted, DYNAMO_WORKER) for accepted in _OF_DYNAMOS_WORKER.split()),
+    *(NotServed.of(accepted, DYNAMO_RUNTIME) for accepted in _OF_DYNAMOS_RUNTIME.split()),
 )
-
-_SNAPSHOT = "snapshots of a loaded worker are not taken; each one loads its model"
-_TESTS = "it is for Dynamo's own tests"
-_STREAMED = "KV events are polled (--publish-kv-events), not streamed"
 
 #: Variables of Dynamo without a flag.
 VARIABLES_NOT_SERVED = (
-    NotServed("DYN_SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR", ("",), _SNAPSHOT),
-    NotServed("SNAPSHOT_RESTORE_STANDBY", "SNAPSHOT_RESTORE_STANDBY", ("", "0"), _SNAPSHOT),
-    NotServed("DYN_ENABLE_TEST_LOGITS_PROCESSOR", "DYN_ENABLE_TEST_LOGITS_PROCESSOR", ("", "0"), _TESTS),
-    NotServed("DYN_TRTLLM_KV_EVENT_HOSTS", "DYN_TRTLLM_KV_EVENT_HOSTS", ("",), _STREAMED),
+    NotServed("DYN_SNAPSHOT_CONTROL_DIR", "DYN_SNAPSHOT_CONTROL_DIR", ("",)),
+    NotServed("SNAPSHOT_RESTORE_STANDBY", "SNAPSHOT_RESTORE_STANDBY", ("", "0")),
+    NotServed("DYN_ENABLE_TEST_LOGITS_PROCESSOR", "DYN_ENABLE_TEST_LOGITS_PROCESSOR", ("", "0")),
+    NotServed("DYN_TRTLLM_KV_EVENT_HOSTS", "DYN_TRTLLM_KV_EVENT_HOSTS", ("",)),
 )
 
-#: Set, and the Planner's metrics are published; upstream's worker has no use for the port either.
+#: If set, the Planner's metrics are published; upstream's worker does not use the port either.
 FPM_PORT, FPM_TRACE = "DYN_FORWARDPASS_METRIC_PORT", "DYN_FPM_TRACE"
-#: Flags that only set the variable that Dynamo's runtime reads; True for switches.
+#: Flags that only set a variable of Dynamo's runtime; True for switches.
 OF_THE_RUNTIME: Mapping[str, tuple[str, bool]] = {
     "--response-plane": ("DYN_RESPONSE_PLANE", False),
     "--engine-request-limit": ("DYN_ENGINE_REQUEST_LIMIT", False),
@@ -136,8 +99,8 @@ OF_THE_RUNTIME: Mapping[str, tuple[str, bool]] = {
     "--nats-tls-client-cert-path": ("NATS_TLS_CLIENT_CERT_PATH", False),
     "--nats-tls-client-key-path": ("NATS_TLS_CLIENT_KEY_PATH", False),
 }
-_ABOVE_ZERO = Allowed("a whole number above 0", lambda text: bool(re.fullmatch(r"0*[1-9][0-9]{0,9}", text)))
-#: Flags of these whose values are checked as in Dynamo's worker: the runtime ignores a wrong number.
+_ABOVE_ZERO = Allowed("an integer above 0", lambda text: bool(re.fullmatch(r"0*[1-9][0-9]{0,9}", text)))
+#: Checked as in Dynamo's worker, since the runtime ignores a wrong number.
 OF_THE_RUNTIME_CHECKED: Mapping[str, Allowed] = {
     "--response-plane": one_of("tcp", "quic"),
     "--engine-request-limit": _ABOVE_ZERO,
@@ -149,7 +112,7 @@ def _flags(names: str) -> tuple[str, ...]:
     return tuple(f"--{name}" for name in names.split())
 
 
-#: What a worker advertises in its model card for the frontend's router; Dynamo reads them, and their variables.
+#: Advertised in the model card for the frontend's router; Dynamo reads these flags and their variables.
 OF_THE_ROUTER = _flags("""
     router-mode router-session-affinity-ttl-secs router-session-affinity-mode active-decode-blocks-threshold
     active-prefill-tokens-threshold active-prefill-tokens-threshold-frac router-kv-overlap-score-credit
@@ -167,12 +130,12 @@ ROUTER_SWITCHES = _flags("""
     router-track-prefill-tokens router-conditional-disagg use-remote-indexer enable-session-prefix-index
 """)
 
-#: Attributes of the namespace that hold the values of the flags above.
+#: Namespace attributes with the values of the flags above.
 ROUTER_FLAGS, RUNTIME_VARIABLES = "router_flags", "runtime_variables"
 
 
 def add_dynamo_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add Dynamo's flags, hidden in --help: Dynamo's own pages describe them."""
+    """Add Dynamo's flags, hidden in --help: Dynamo's pages describe them."""
     unsaid = argparse.SUPPRESS
 
     def add(name: str, take: Taker, nargs: int | str | None) -> None:
@@ -183,7 +146,7 @@ def add_dynamo_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
     for flag in NOT_SERVED:
-        add(flag.name, _refusing(flag), 0 if flag.is_switch else "*" if flag.is_list else None)
+        add(flag.name, _refusing(flag), 0 if flag.is_switch else "*")
     for name, (variable, is_switch) in OF_THE_RUNTIME.items():
         add(name, _setting(name, variable), 0 if is_switch else None)
     for name in OF_THE_ROUTER:
@@ -193,30 +156,26 @@ def add_dynamo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_ignored_variables(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for the first variable of Dynamo that this worker would ignore."""
+    """Raises ConfigError for the first variable of Dynamo that this worker would ignore."""
     for flag in (*NOT_SERVED, *VARIABLES_NOT_SERVED):
-        if (value := environ.get(flag.variable)) is None:
-            continue
-        for part in value.split() if flag.is_list else [value]:
-            flag.check(flag.variable, part)
+        for value in environ.get(flag.variable, "").split():
+            flag.check(flag.variable, value)
 
 
 def check_runtime_variables(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError for the first variable of a checked flag with a value that Dynamo's worker refuses."""
+    """Raises ConfigError for the first variable of a checked flag whose value Dynamo's worker refuses."""
     for name in OF_THE_RUNTIME_CHECKED:
-        variable, _ = OF_THE_RUNTIME[name]
-        if value := environ.get(variable):
+        if value := environ.get(variable := OF_THE_RUNTIME[name][0]):
             _check_for_the_runtime(name, value, variable)
 
 
 def _check_for_the_runtime(name: str, value: str, key: str) -> None:
-    allowed = OF_THE_RUNTIME_CHECKED.get(name)
-    if allowed is not None and not allowed.accepts(value):
+    if (allowed := OF_THE_RUNTIME_CHECKED.get(name)) and not allowed.accepts(value):
         raise ConfigError.bad_value(key, value, allowed.in_words)
 
 
 def wants_forward_pass_metrics(namespace: argparse.Namespace, environ: Mapping[str, str]) -> bool:
-    """Whether a flag or a variable of Dynamo's asks for them."""
+    """Whether a flag or variable of Dynamo's asks for them."""
     traces = getattr(namespace, RUNTIME_VARIABLES, {}).get(FPM_TRACE, environ.get(FPM_TRACE, ""))
     return bool(environ.get(FPM_PORT)) or traces.strip().lower() in YES
 
@@ -229,7 +188,7 @@ Taker = Callable[[argparse.Namespace, str, Sequence[str]], None]
 
 
 class Take(argparse.Action):
-    """An argparse action that only calls `take` with the namespace, the flag as given, and its values."""
+    """An argparse action that calls `take` with namespace, given flag and values."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, take: Taker, **more: Any) -> None:
         super().__init__(option_strings, dest, **more)
@@ -244,11 +203,6 @@ class Take(argparse.Action):
     ) -> None:
         given = [values] if isinstance(values, str) else [str(value) for value in values or ()]
         self._take(namespace, option_string or "", given)
-
-
-def is_no(option: str) -> bool:
-    """Whether the flag is the `--no-x` form of a switch."""
-    return option.startswith("--no-")
 
 
 def _refusing(flag: NotServed) -> Taker:

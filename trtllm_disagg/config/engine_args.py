@@ -1,8 +1,8 @@
-"""The keyword arguments of LLM(...): flags, then the YAML file, then the JSON override.
+"""Builds the keyword arguments of LLM(...) from flags, YAML file and JSON override.
 
-They are plain values for any engine. Known arguments are checked before an engine exists. Precedence is as in Dynamo's
-worker: --override-engine-args, then --extra-engine-args, then a flag or variable, then a default. Only the model is
-always that of the flag, because frontends use it, too. `--dump-config-to FILE` writes the result as JSON.
+They are plain values for any engine, checked, where known, before an engine exists. Precedence as in Dynamo's worker:
+--override-engine-args, --extra-engine-args, flag or variable, default. Only the model is always the flag's, since
+frontends use it too. `--dump-config-to FILE` writes the result as JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from trtllm_disagg import __version__
+from trtllm_disagg.config.image_checks import image_errors, image_warnings
 from trtllm_disagg.config.settings import without_password
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig, check_value, flag_of
 from trtllm_disagg.config.yaml_file import read_json, read_mapping
-from trtllm_disagg.engine.engines import TENSORRT_LLM_BACKENDS, declared_arguments
+from trtllm_disagg.engine.declared_arguments import tensorrt_llm_arguments
+from trtllm_disagg.engine.table import ENGINES, TENSORRT_LLM_BACKENDS, EngineSpec, named
 from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -31,8 +34,8 @@ Args = dict[str, Any]
 
 KV_EVENT_BUFFER_SIZE = 100_000
 _BLOCK_SIZE_KEY = "kv_cache_config.tokens_per_block"
-#: Characters of a wrong text in an error.
-_MOST_SHOWN = 200
+#: Maximum characters of a wrong text in an error.
+_MAX_SHOWN = 200
 
 #: Setting of WorkerConfig -> its engine argument.
 _SAME_KEYS = (
@@ -47,14 +50,14 @@ ENGINE_KEYS = {name: name for name in _SAME_KEYS.split()} | {
 
 
 def build_engine_args(config: WorkerConfig) -> Args:
-    """The arguments of LLM(...) for this worker. Raises ConfigError for wrong ones.
+    """This worker's arguments of LLM(...). Raises ConfigError for wrong ones.
 
-    Resolve `engine="auto"` first: only for the embedded engine all keys are known. For others, an unknown key is passed
-    on to TensorRT-LLM, unless it looks like a misspelling.
+    Resolve `engine="auto"` first: only the embedded engine's keys are all known. TensorRT-LLM also gets unknown keys,
+    unless they look misspelt.
     """
     from_file = _read_yaml(config)
     flag = config.override_flag
-    from_json = override_of(config.override_engine_args, config.engine_spec.has_known_arguments, flag)
+    from_json = override_of(config.override_engine_args, config.engine_spec, flag)
     _check_block_size(config, {config.extra_engine_args: from_file, flag: from_json})
 
     args = merged_args(_dynamo_defaults(config), from_file)
@@ -68,15 +71,16 @@ def build_engine_args(config: WorkerConfig) -> Args:
     _check_role(args, config)
     _set_up_events(args, config)
     _check_statistics(args, config)
+    check_images(config, args)
     return args
 
 
 def with_engine_args(config: WorkerConfig, args: Mapping[str, Any]) -> WorkerConfig:
-    """The configuration with the sizes in the engine's arguments, for the model card."""
+    """The configuration with the engine arguments' sizes, for the model card."""
     sizes = {name: args.get(name) for name in ("max_batch_size", "max_num_tokens", "max_seq_len")}
     known = {name: value for name, value in sizes.items() if value is not None}
     for name, value in known.items():
-        check_value(name, value, key=name)  # the configuration would blame the flag, which may not be given
+        check_value(name, value, key=name)  # else the configuration blames the flag, perhaps not given
     block_size = _get(args, _BLOCK_SIZE_KEY)
     return replace(config, **known, kv_block_size=block_size or config.kv_block_size)
 
@@ -85,7 +89,7 @@ def with_engine_args(config: WorkerConfig, args: Mapping[str, Any]) -> WorkerCon
 
 
 def _dynamo_defaults(config: WorkerConfig) -> Args:
-    """The arguments that Dynamo's worker passes without a file: its defaults, the engine's, and the flags."""
+    """The arguments of Dynamo's worker without a file: its defaults, the engine's, and the flags."""
     args: Args = {
         "scheduler_config": {
             "capacity_scheduler_policy": "GUARANTEED_NO_EVICT",
@@ -95,18 +99,18 @@ def _dynamo_defaults(config: WorkerConfig) -> Args:
                 "dynamic_batch_moving_average_window": 128,
             },
         },
-        # As in Dynamo's worker, each request sets whether it is measured.
+        # As in Dynamo's worker, each request decides whether it is measured.
         "return_perf_metrics": False,
         "enable_iter_perf_stats": config.reads_statistics,
         **config.engine_spec.defaults,
     }
     if config.role is not Role.AGG:
-        # KV transfer needs a transceiver, so a worker of a pair has one unless a file disables it.
+        # KV transfer needs a transceiver: a pair's worker has one unless a file disables it.
         args["cache_transceiver_config"] = {"backend": "DEFAULT"}
     for name, key in ENGINE_KEYS.items():
         value = getattr(config, name)
         if name == "kv_block_size" and not config.is_explicit(name):
-            continue  # TensorRT-LLM takes 64 or 128 for some models, unless it is given a size
+            continue  # TensorRT-LLM chooses 64 or 128 for some models
         if value is not None and (key not in args or config.is_explicit(name)):
             _set(args, key, value)
     return args
@@ -117,16 +121,16 @@ def _read_yaml(config: WorkerConfig) -> Args:
     if not source:
         return {}
     path = Path(os.path.expanduser(source))
-    # A pipe can be read only once, but launch scripts and the worker both read the file.
+    # Launch scripts and the worker both read the file, which a pipe does not allow.
     if os.path.exists(path) and not os.path.isfile(path):
         raise ConfigError.bad_value(flag_of("extra_engine_args"), source, "a YAML file that exists")
     content = read_mapping(path, flag_of("extra_engine_args"))
-    return check_engine_keys(content, source, config.engine_spec.has_known_arguments)
+    return check_engine_keys(content, source, config.engine_spec)
 
 
-def override_of(text: str, is_strict: bool, flag: str = "--override-engine-args") -> Args:
+def override_of(text: str, engine: EngineSpec, flag: str = "--override-engine-args") -> Args:
     """The engine arguments in the JSON of `flag`. Raises ConfigError."""
-    return check_engine_keys(_parsed_json(text), flag, is_strict)
+    return check_engine_keys(_parsed_json(text), flag, engine)
 
 
 def _parsed_json(text: str) -> Any:
@@ -135,12 +139,12 @@ def _parsed_json(text: str) -> Any:
     # ValueError: a number of thousands of digits. RecursionError: thousands of levels.
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{flag_of('override_engine_args')} is not JSON: {error} in {text[:_MOST_SHOWN]!r}"
+            f"{flag_of('override_engine_args')} is not JSON: {error} in {text[:_MAX_SHOWN]!r}"
         ) from error
 
 
 def with_flags(from_file: Mapping[str, Any], config: WorkerConfig) -> tuple[Args, list[str]]:
-    """The arguments in a file and flags, unchecked, without defaults and model; a sentence for each overruled flag."""
+    """The unchecked arguments of file and flags, without defaults and model; a sentence per overruled flag."""
     flags: Args = {}
     for name, key in ENGINE_KEYS.items():
         if name != "model" and config.is_explicit(name):
@@ -155,7 +159,7 @@ def with_flags(from_file: Mapping[str, Any], config: WorkerConfig) -> tuple[Args
 
 
 def _overruled(args: Args, config: WorkerConfig) -> Iterator[tuple[str, str]]:
-    """(setting, sentence that names both values) for each overruled flag. `args`: flags and file together."""
+    """(setting, sentence with both values) per overruled flag. `args`: flags and file together."""
     source = config.extra_engine_args
     for name, key in ENGINE_KEYS.items():
         if not config.is_explicit(name):
@@ -173,7 +177,7 @@ def _overruled(args: Args, config: WorkerConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_block_size(config: WorkerConfig, sources: Mapping[str, Args]) -> None:
-    """The router counts blocks of --kv-block-size, so the engine must have the same block size."""
+    """The router counts blocks of --kv-block-size, so the engine must use that size."""
     if not config.is_explicit("kv_block_size"):
         return
     for source, content in sources.items():
@@ -186,10 +190,10 @@ def _check_block_size(config: WorkerConfig, sources: Mapping[str, Args]) -> None
 
 
 def _check_model(model: object) -> None:
-    """A path must be a model directory. A hub name is not checked here."""
+    """Check that a path is a model directory; does not check hub names."""
     name = str(model)
     path = Path(os.path.expanduser(name))
-    # A hub name has at most one slash, and starts with none of these.
+    # A hub name has at most one slash, and does not start with these.
     if not (name.startswith(("/", ".", "~")) or name.count("/") > 1 or os.path.exists(path)):
         return
     if not os.path.isdir(path):
@@ -199,12 +203,12 @@ def _check_model(model: object) -> None:
 
 
 def _check_engine(args: Args, config: WorkerConfig) -> None:
+    for name in args.keys() & ENGINES.keys() - {config.engine}:
+        raise ConfigError.bad_value(name, args[name], f"no value, on the engine {config.engine}")
     if config.engine_spec.takes_embedded_arguments:
         return
-    if "embedded" in args:
-        raise ConfigError.bad_value("embedded", args["embedded"], f"no value, on the engine {config.engine}")
     if args.pop("skip_tokenizer_init", None):
-        # With it, TensorRT-LLM would refuse every request without an end token.
+        # TensorRT-LLM would then refuse every request without an end token.
         log.warning("skip_tokenizer_init has no effect: the engine's tokenizer says where an answer ends")
     backend = _get(args, "cache_transceiver_config.backend")
     if backend not in (None, *TENSORRT_LLM_BACKENDS):
@@ -236,8 +240,8 @@ def _check_role(args: Args, config: WorkerConfig) -> None:
 
 
 def _set_up_events(args: Args, config: WorkerConfig) -> None:
-    """KV events are polled from a buffer in the engine, which is off by default."""
-    if not (config.publish_kv_events or config.tells_peers or config.reads_kv_events):
+    """Enable the engine's buffer of KV events, which is off by default."""
+    if not (config.publish_kv_events or config.informs_peers or config.reads_kv_events):
         return
     readers = ("publish_kv_events", "next_router", "prefill_decider")
     flag = flag_of(next((name for name in readers if config.is_explicit(name)), "publish_kv_events"))
@@ -247,21 +251,29 @@ def _set_up_events(args: Args, config: WorkerConfig) -> None:
     if not _get(args, "kv_cache_config.event_buffer_max_size"):
         _set(args, "kv_cache_config.event_buffer_max_size", KV_EVENT_BUFFER_SIZE)
     if _get(args, "kv_cache_config.enable_block_reuse") is False:
-        log.warning("%s has little to tell: kv_cache_config.enable_block_reuse is false", flag)
+        log.warning("%s has little to publish: kv_cache_config.enable_block_reuse is false", flag)
 
 
 def _check_statistics(args: Args, config: WorkerConfig) -> None:
-    """Load, metrics and the drain read the statistics of steps."""
+    """Enable step statistics, which load, metrics and drain read, but many published recipes turn off."""
     if config.reads_statistics and args.get("enable_iter_perf_stats") is False:
-        allowed = f"true with {flag_of('publish_metrics')}, which reads them"
-        raise ConfigError.bad_value("enable_iter_perf_stats", False, allowed)
+        log.warning("enable_iter_perf_stats is set to true: %s reads them", flag_of("publish_metrics"))
+        args["enable_iter_perf_stats"] = True
     interval = args.get("iter_perf_stats_interval")
     if config.reads_statistics and interval not in (None, 1):
-        log.warning("iter_perf_stats_interval %s: load, metrics and drain see one of so many steps", interval)
+        log.warning("iter_perf_stats_interval %s: load, metrics and drain skip steps", interval)
+
+
+def check_images(config: WorkerConfig, args: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an engine that must not serve images; warns of doubts."""
+    for error in image_errors(config, args):
+        raise error
+    for sentence in image_warnings(config, args):
+        log.warning("%s", sentence)
 
 
 def _strip(args: Args) -> None:
-    """Remove arguments that Dynamo decides itself."""
+    """Remove arguments that Dynamo decides."""
     backend = args.pop("backend", None)
     if backend not in (None, "pytorch"):
         raise ConfigError.bad_value("backend", backend, "pytorch")
@@ -303,22 +315,29 @@ def merged_args(base: Mapping[str, Any], update: Mapping[str, Any]) -> Args:
 # -- the check of one source
 
 
-def check_engine_keys(content: object, source: str, strict: bool) -> dict[str, Any]:
-    """The content, its keys and types checked against the declared arguments. With `strict` every other key is refused,
-    else only misspellings: TensorRT-LLM has more keys, and checks those itself.
+def check_engine_keys(content: object, source: str, engine: EngineSpec) -> dict[str, Any]:
+    """Check keys and types against the engine's declared arguments. Unknown keys are refused if the declaration is
+    complete, else only misspellings: another TensorRT-LLM may have more keys, and checks them itself.
     """
     if not isinstance(content, dict):
         raise ConfigError(f"{source}: expected keys with values, got {type(content).__name__}")
     try:
-        # A file needs no model, which has its own flag.
-        declared_arguments().model_validate({"model": "any", **content})
+        # A file needs no model: the model has a flag.
+        declared = declared_arguments(engine)
+        declared.model_validate({"model": "any", **content})
     except ValidationError as errors:
         for error in errors.errors(include_url=False, include_context=False):
-            _raise_for(error, content, source, strict)
+            _raise_for(error, content, source, engine)
     return content
 
 
-def _raise_for(error: Mapping[str, Any], content: dict[str, Any], source: str, strict: bool) -> None:
+def declared_arguments(engine: EngineSpec) -> type[BaseModel]:
+    """The arguments of LLM(...) known before importing the engine."""
+    declared: type[BaseModel] = named(engine.arguments) if engine.arguments else tensorrt_llm_arguments()
+    return declared
+
+
+def _raise_for(error: Mapping[str, Any], content: dict[str, Any], source: str, engine: EngineSpec) -> None:
     path = _path_inside(error["loc"], content)
     key = ".".join(path)
     if error["type"] == "invalid_key":
@@ -326,45 +345,43 @@ def _raise_for(error: Mapping[str, Any], content: dict[str, Any], source: str, s
     if error["type"] != "extra_forbidden":
         allowed = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
         raise ConfigError.bad_value(_at(source, key or "content"), error["input"], allowed)
-    hint = _hint(path, strict)
+    hint = _hint(path, engine)
     if hint:
         where = f"{_at(source, key)}: unknown key" if source.endswith(".") else f"{source}: unknown key {key}"
         raise ConfigError(f"{where} (value {error['input']!r}); {hint}")
 
 
 def _at(source: str, key: str) -> str:
-    """A key in a file, or the flag that names it (`--trtllm.KEY`)."""
+    """Names a key in a file, or its flag (`--trtllm.KEY`)."""
     return f"{source}{key}" if source.endswith(".") else f"{source}: {key}"
 
 
 def _path_inside(location: Iterable[Any], content: Any) -> list[str]:
-    """The part of pydantic's location that is in the file; pydantic adds the members of unions."""
+    """pydantic's location without the union members that it adds."""
     path: list[str] = []
     for part in location:
-        try:
+        with suppress(KeyError, IndexError, TypeError):
             content = content[part]
-        except (KeyError, IndexError, TypeError):
-            break
-        path.append(str(part))
+            path.append(str(part))
     return path
 
 
-def _hint(path: list[str], strict: bool) -> str:
-    """The nearest or the allowed keys; empty when TensorRT-LLM may know the key."""
-    if close := nearest_key(path, cutoff=0.6 if strict else 0.9):
+def _hint(path: list[str], engine: EngineSpec) -> str:
+    """The nearest or the allowed keys; empty if TensorRT-LLM may know the key."""
+    declared, is_all = declared_arguments(engine), engine.has_known_arguments
+    if close := nearest_key(declared, path, cutoff=0.6 if is_all else 0.9):
         return f"did you mean {close}?"
-    return "allowed: " + ", ".join(sorted(_known_keys(path[:-1]))) if strict else ""
+    return "allowed: " + ", ".join(sorted(_known_keys(declared, path[:-1]))) if is_all else ""
 
 
-def nearest_key(path: Sequence[str], cutoff: float = 0.75) -> str:
-    """The dotted name of the argument of LLM(...) nearest to an unknown one; empty when none is close."""
+def nearest_key(declared: type[BaseModel], path: Sequence[str], cutoff: float = 0.75) -> str:
+    """The dotted name of the closest argument of LLM(...), or empty."""
     *owner, name = path
-    close = difflib.get_close_matches(name, _known_keys(owner), n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(name, _known_keys(declared, owner), n=1, cutoff=cutoff)
     return ".".join([*owner, close[0]]) if close else ""
 
 
-def _known_keys(path: Sequence[str]) -> list[str]:
-    model = declared_arguments()
+def _known_keys(model: type[BaseModel], path: Sequence[str]) -> list[str]:
     for name in path:
         model = _nested_model(model, name)
     return list(model.model_fields)
@@ -377,11 +394,11 @@ def _nested_model(model: type[BaseModel], name: str) -> type[BaseModel]:
 
 
 def dump_config(config: WorkerConfig, engine_args: Mapping[str, Any]) -> None:
-    """Write --dump-config-to, if it is given. Raises ConfigError when the file cannot be written."""
+    """Write --dump-config-to, if given. Raises ConfigError if the file cannot be written."""
     if config.dump_config_to is None:
         return
     worker = asdict(config) | {"nats_server": config.nats_server and without_password(config.nats_server)}
-    # The same keys as in Dynamo's dump.
+    # The keys of Dynamo's dump.
     content = {"version": __version__, "dynamo_args": worker, "engine_args": engine_args}
     try:
         text = json.dumps(

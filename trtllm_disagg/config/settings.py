@@ -1,13 +1,10 @@
-"""Describes the setting behind a field of a configuration: its allowed values, flag, help text and other names."""
+"""Describes the setting behind a configuration field: allowed values, flag, help and other names."""
 
 from __future__ import annotations
 
 import re
-from argparse import ArgumentTypeError
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import field
-from math import inf
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -32,7 +29,7 @@ class EndpointParts(NamedTuple):
 
 
 _NAME = r"[A-Za-z0-9_-]+"
-#: As in Dynamo, the scheme may be missing.
+#: As in Dynamo, the scheme is optional.
 _ENDPOINT = re.compile(rf"(?:dyn://)?({_NAME})\.({_NAME})\.({_NAME})")
 _ENDPOINT_TYPES = ("chat", "completions", "none")
 
@@ -46,60 +43,28 @@ def parse_endpoint_id(endpoint_id: str, key: str = "endpoint") -> EndpointParts:
 
 
 def namespace_of(namespace: str, revision: str | None) -> str:
-    """Of the workers of a revision, as Dynamo's operator names it: frontends and workers keep namespaces apart."""
+    """The namespace of a revision's workers, as named by Dynamo's operator. Frontends keep namespaces apart."""
     return f"{namespace}-{revision}" if revision else namespace
 
 
-#: Role -> its component in Dynamo's Planner and dashboards.
+#: Role -> component in Dynamo's Planner and dashboards.
 COMPONENTS = {"prefill": "prefill", "decode": "backend", "agg": "backend"}
-#: The component at which frontends find the first stage of the worker-side strategies.
+#: Where frontends find the first stage of strategies that workers run.
 SHARED_COMPONENT = "tensorrt_llm"
 
 
 def endpoint_of(namespace: str, role: str | None) -> str:
-    """The usual endpoint of a role's workers; for None, that at which frontends find a first stage of either role."""
+    """The usual endpoint of a role's workers; None: where frontends find a first stage of either role."""
     return EndpointParts(namespace, SHARED_COMPONENT if role is None else COMPONENTS[role], "generate").url
 
 
-def positive_up_to(most: float) -> Callable[[str], int]:
-    """A type for argparse: a whole number from 1 to `most`."""
-    allowed = "a number from 1" + (f" to {most}" if most < inf else "")
-
-    def parse(text: str) -> int:
-        # Python refuses to read a number of thousands of digits.
-        is_read = text.isdecimal() and len(text) <= 20
-        if not is_read or not 1 <= int(text) <= most:
-            raise ArgumentTypeError(f"{text!r} is not allowed; expected {allowed}")
-        return int(text)
-
-    return parse
-
-
-positive = positive_up_to(inf)
-
-
-def more_than_zero(text: str) -> float:
-    """A type for argparse: a number above 0."""
-    if number := not_negative(text):
-        return number
-    raise ArgumentTypeError(f"{text!r} is not allowed; expected a number above 0")
-
-
-def not_negative(text: str) -> float:
-    """A type for argparse: a number that is not negative."""
-    with suppress(ValueError):
-        if 0 <= (number := float(text)) < inf:
-            return number
-    raise ArgumentTypeError(f"{text!r} is not allowed; expected a number from 0")
-
-
 class Allowed(NamedTuple):
-    """The values that one field accepts, in words and as a function."""
+    """A field's allowed values, in words and as a function."""
 
     in_words: str
     accepts: Callable[[Any], bool]
     choices: tuple[str, ...] = ()
-    #: A wrong value as an error shows it.
+    #: Formats a wrong value for an error.
     shown: Callable[[Any], object] = lambda value: value
 
 
@@ -113,12 +78,12 @@ def _is_whole(value: object) -> bool:
 
 def _up_to(largest: int) -> Allowed:
     return Allowed(
-        f"a whole number from 1 to {largest}", lambda value: _is_whole(value) and 1 <= value <= largest
+        f"an integer from 1 to {largest}", lambda value: _is_whole(value) and 1 <= value <= largest
     )
 
 
 def without_password(servers: str) -> str:
-    """NATS servers without all before the last @: a password may have any character, also one that is wrong there."""
+    """NATS servers without all before the last @, since a password may have any character, even an invalid one."""
     return re.sub(r"^(\w+://)?.*@", r"\1***@", servers, flags=re.DOTALL)
 
 
@@ -136,7 +101,7 @@ def _is_nats_url(url: str) -> bool:
 
 
 def names_of_endpoint_types(value: str) -> list[str]:
-    """The names in a value of --endpoint-types, in which case and spaces do not matter."""
+    """The names in a value of --endpoint-types; ignores case and spaces."""
     return [name.strip().lower() for name in value.split(",")]
 
 
@@ -146,63 +111,63 @@ def _are_endpoint_types(value: str) -> bool:
     return known and (names == ["none"] or "none" not in names)
 
 
-#: The limit of the number fields of Dynamo's model card and of the engines.
+#: The limit of numbers in Dynamo's model card and engines.
 POSITIVE = _up_to(2**31 - 1)
-#: A request carries the list of instances that failed it, so tries are limited.
+#: A request carries its failed instances, so tries are limited.
 TRIES = _up_to(64)
 POWER_OF_TWO = Allowed(
     "a power of two below 2^31", lambda value: POSITIVE.accepts(value) and value & (value - 1) == 0
 )
-FRACTION = Allowed("a number above 0 and up to 1", lambda value: 0 < value <= 1)
-NOT_EMPTY = Allowed("a name that is not empty", lambda value: bool(value.strip()))
+FRACTION = Allowed("a number above 0, at most 1", lambda value: 0 < value <= 1)
+NOT_EMPTY = Allowed("a name", lambda value: bool(value.strip()))
 NAMESPACE = Allowed("letters, digits, - and _", lambda value: re.fullmatch(_NAME, value) is not None)
 ENDPOINT_ID = Allowed("dyn://namespace.component.endpoint", lambda value: bool(_ENDPOINT.fullmatch(value)))
-#: As Dynamo writes the owner of cache events; it reads endpoints, too.
+#: Dynamo's form for the owner of cache events; it also reads endpoints.
 ENDPOINT_PATH = Allowed(
     "namespace/component/endpoint",
     lambda value: bool(re.fullmatch(rf"{_NAME}/{_NAME}/{_NAME}", value) or _ENDPOINT.fullmatch(value)),
 )
 API_TYPES = Allowed("chat, completions, both with a comma, or none", _are_endpoint_types)
-NUMBER = Allowed("a whole number, 0 or more", lambda value: _is_whole(value) and value >= 0)
+NUMBER = Allowed("an integer from 0", lambda value: _is_whole(value) and value >= 0)
 SHARE = Allowed(
     "a number from 0 to 1", lambda value: (isinstance(value, float) or _is_whole(value)) and 0 <= value <= 1
 )
-#: 31 years: for ever, and a number that timers, Slurm and Kubernetes can count to.
-MOST_SECONDS = 1e9
-SECONDS = Allowed("a number of seconds above 0, up to 1e9", lambda value: 0 < value <= MOST_SECONDS)
-SECONDS_OR_NONE = Allowed("a number of seconds from 0 to 1e9", lambda value: 0 <= value <= MOST_SECONDS)
+#: 31 years: for ever, but within the limits of timers, Slurm and Kubernetes.
+MAX_SECONDS = 1e9
+SECONDS = Allowed("a number of seconds above 0, at most 1e9", lambda value: 0 < value <= MAX_SECONDS)
+SECONDS_OR_NONE = Allowed("a number of seconds from 0 to 1e9", lambda value: 0 <= value <= MAX_SECONDS)
 NATS_URL = Allowed(
     "nats://host:port", lambda value: all(map(_is_nats_url, value.split(","))), shown=without_password
 )
 
 REQUIRED: Any = object()
 
-#: Words for a switch, in lower case.
+#: A switch's values, in lower case.
 YES, NO = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 
 ENV_PREFIX = "TRTLLM_DISAGG_"
-#: Prefix of Dynamo's variable for the same setting: of its TensorRT-LLM worker, of its runtime, or none.
+#: Prefix of Dynamo's variable: for its TensorRT-LLM worker, its runtime, or none.
 DYNAMO_WORKER, DYNAMO_RUNTIME, NOT_IN_DYNAMO = "DYN_TRTLLM_", "DYN_", ""
 
 
 class Setting(NamedTuple):
-    """One setting: its allowed values, its flag, and its names in Dynamo."""
+    """A setting: allowed values, flag, and names in Dynamo."""
 
     help: str
-    #: None when any value of its type is allowed.
+    #: None: any value of its type.
     allowed: Allowed | None
-    #: Its group in `--help`; empty for the group of the setting before it (`option`).
+    #: Its group in `--help`; empty: the previous setting's (`option`).
     group: str
-    #: Empty if it is named after the field (`option`).
+    #: Empty: named after the field (`option`).
     flag: str
     dynamo: str
     aliases: tuple[str, ...]
     more_variables: tuple[str, ...]
-    #: The value of the flag without a value; None if it needs one.
+    #: The bare flag's value; None if it needs one.
     bare: str | None
     #: Of its field, as the next one.
     name: str = ""
-    #: dataclasses.MISSING for a required one.
+    #: dataclasses.MISSING: required.
     default: Any = None
 
     def of_field(self, name: str, default: Any, group: str) -> Setting:
@@ -216,7 +181,7 @@ class Setting(NamedTuple):
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The environment variables of this setting, the strongest first."""
+        """The setting's environment variables, strongest first."""
         name = self.flag.removeprefix("--").replace("-", "_").upper()
         dynamo = (self.dynamo + name.removeprefix("DYN_"),) if self.dynamo else ()
         return (ENV_PREFIX + name, *dynamo, *self.more_variables)

@@ -1,4 +1,4 @@
-"""The thresholds of deciders and admission. `--policy-file` or a command changes them while a worker runs."""
+"""The thresholds of deciders and admission, which `trtllm-disagg set` changes while workers run."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from trtllm_disagg.config.deciders import DeciderRule
 from trtllm_disagg.config.worker_config import DECIDER_THRESHOLDS, WorkerConfig, check_value, flag_of
 from trtllm_disagg.errors import ConfigError
 
-#: Thresholds that every worker uses.
+#: Used by every worker.
 ADMISSION = ("max_queued_requests", "max_queued_tokens")
-#: Thresholds that, like the deciders', only a worker that calls another one uses.
+#: Used, like the deciders', only by a worker that calls another.
 FALLBACK_BUDGET = ("max_local_fallbacks", "max_local_fallback_tokens")
 NAMES = (*DECIDER_THRESHOLDS, *FALLBACK_BUDGET, *ADMISSION)
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The value of each threshold in NAMES: tokens, requests, or a share."""
+    """The values of the thresholds in NAMES: tokens, requests, or a share."""
 
     values: Mapping[str, int | float]
-    #: Those that have no effect on this worker -> what is allowed instead of a value.
+    #: Threshold without effect on this worker -> what is allowed instead of a value.
     unused: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -31,15 +31,17 @@ class Thresholds:
         return cls(_bounds(config) | given, _unused(config))
 
     def __getitem__(self, name: str) -> int:
-        """The value of a whole-number threshold, one of ADMISSION and FALLBACK_BUDGET."""
+        """The value of an integer threshold in ADMISSION or FALLBACK_BUDGET."""
         return int(self.values[name])
 
-    def rule(self, kind: type[DeciderRule]) -> DeciderRule:
+    def rule(self, rule_type: type[DeciderRule]) -> DeciderRule:
         """A decider's rule with these thresholds."""
-        return replace(kind(), **{threshold.name: self.values[threshold.name] for threshold in fields(kind)})
+        return replace(
+            rule_type(), **{threshold.name: self.values[threshold.name] for threshold in fields(rule_type)}
+        )
 
     def changed(self, values: Mapping[str, Any], source: str) -> Thresholds:
-        """Raises ConfigError as `check_thresholds` does, and for a threshold without effect."""
+        """Raises ConfigError like `check_thresholds`, and for a threshold without effect."""
         check_thresholds(values, source)
         for name, allowed in self.unused.items():
             if values.get(name):
@@ -52,13 +54,13 @@ class Thresholds:
         return [f"{name}: {ours} -> {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
 
-#: With a small batch, too, a burst of this size is accepted: a GPU works it off in seconds.
+#: A burst of this size is accepted even with a small batch: a GPU serves it in seconds.
 _LEAST_QUEUED_REQUESTS = 256
 _QUEUED_BATCHES = 4
 
 
 def _bounds(config: WorkerConfig) -> dict[str, int]:
-    """The defaults of ADMISSION: four batches of requests, and as many prefill steps of tokens as requests."""
+    """The defaults of ADMISSION: four batches of requests, and one prefill step of tokens per request."""
     requests = max(_LEAST_QUEUED_REQUESTS, _QUEUED_BATCHES * config.max_batch_size)
     may_wait = config.max_queued_requests or requests
     return {"max_queued_requests": requests, "max_queued_tokens": may_wait * config.max_num_tokens}
@@ -74,7 +76,7 @@ def _unused(config: WorkerConfig) -> dict[str, str]:
 
 
 def check_thresholds(values: Mapping[str, Any], source: str) -> None:
-    """Raise ConfigError for an unknown name or a value that is not allowed; `source` names their origin."""
+    """Raises ConfigError for an unknown name or a bad value; `source` names their origin."""
     for name, value in values.items():
         if name not in NAMES:
             raise ConfigError.bad_value(source, name, f"one of {', '.join(NAMES)}")
@@ -89,15 +91,8 @@ def check_thresholds(values: Mapping[str, Any], source: str) -> None:
 T = TypeVar("T")
 
 
+@dataclass(eq=False, slots=True)
 class Live(Generic[T]):
-    """A value that may change while requests run. A request keeps the value that it has read."""
+    """A value that may change while requests run. A request keeps the value that it read."""
 
-    def __init__(self, value: T) -> None:
-        self._value = value
-
-    @property
-    def value(self) -> T:
-        return self._value
-
-    def set(self, value: T) -> None:
-        self._value = value
+    value: T

@@ -1,4 +1,4 @@
-"""Reads YAML files and JSON strictly: refuses content that their libraries would silently resolve, or fail on badly."""
+"""Reads YAML and JSON strictly: refuses content that their libraries silently resolve or fail on badly."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ if TYPE_CHECKING:
     import yaml
 
 ENGINE_CONFIGS = "engine_configs"
-#: Levels: far more than engine arguments have, and few enough for recursive functions.
+#: Levels: far more than engine arguments need, but safe for recursion.
 DEEPEST = 50
-#: A hundred times the longest known file; the YAML library needs a minute for ten times that.
-MOST_BYTES = 1_000_000
-#: Each alias counts as all values that it stands for: `<<`, and what reads the content, may copy them as often. A file
-#: without aliases has fewer.
-MOST_VALUES = MOST_BYTES
+#: A hundred times the longest known file; ten times that would take the YAML library a minute.
+MAX_BYTES = 1_000_000
+#: An alias counts as all its values, which `<<` and readers may copy each time. A file without aliases has fewer.
+MAX_VALUES = MAX_BYTES
 
 
 def shipped(path: Path) -> Path:
-    """`path`, or if that does not exist what is there among the engine files that come with this package: of
-    "engine_configs/demo", or "demo", in a checkout and beside an installed wheel.
+    """`path`, or if it does not exist, the engine file shipped with this package under that name, as
+    "engine_configs/demo" or "demo", in a checkout or beside an installed wheel.
     """
-    # os.path returns False where Path raises, for example for names that are too long.
+    # os.path returns False where Path raises, as for names that are too long.
     if os.path.exists(path):
         return path
     ours = (file for each in distributions(name="trtllm-disagg") for file in each.files or ())
@@ -38,7 +37,7 @@ def shipped(path: Path) -> Path:
 
 
 def read_mapping(path: Path, key: str) -> dict[str, Any]:
-    """The keys and values of the file; none for an empty one. Raises ConfigError, which names the file or `key`."""
+    """The file's keys and values; none if empty. Raises ConfigError, naming the file or `key`."""
     path = shipped(path)
     if not os.path.exists(path):
         raise ConfigError.bad_value(key, str(path), "a YAML file that exists")
@@ -49,7 +48,7 @@ def read_mapping(path: Path, key: str) -> dict[str, Any]:
             key, str(path), f"a YAML file that can be read ({error.strerror})"
         ) from error
     except ValueError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+        raise ConfigError(f"{path}: {error}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -58,13 +57,13 @@ def read_mapping(path: Path, key: str) -> dict[str, Any]:
 
 
 def _read_yaml(path: Path) -> Any:
-    """Raises OSError when the file cannot be read, and ValueError for wrong content."""
+    """Raises OSError for an unreadable file, ValueError for wrong content."""
     import yaml
 
     with path.open("rb") as file:
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"more than {MOST_BYTES} bytes long")
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"more than {MAX_BYTES} bytes long")
     text = content.decode()
     try:
         loader = yaml.SafeLoader(text)
@@ -81,16 +80,16 @@ def _read_yaml(path: Path) -> Any:
     except (AttributeError, LookupError, OverflowError):
         raise ValueError("a tag, such as !!timestamp or !!int, on a value that is none") from None
     except yaml.YAMLError as error:
-        # Invalid dates and bytes that are no text raise ValueError themselves.
+        # Invalid dates and non-text bytes raise ValueError.
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ValueError(f"{problem or ' '.join(str(error).split())}{where}") from error
+        raise ValueError(f"not YAML: {problem or ' '.join(str(error).split())}{where}") from error
 
 
 def _require_plain(node: yaml.Node, above: tuple[int, ...], checked: dict[tuple[int, int], int]) -> int:
-    """The number of values in the node. Raises ValueError for duplicate keys, of which YAML would use the last; for a
-    node that contains itself; and for too many levels or values. `above`: the ids of the nodes around this one, where
-    an alias is the same object as its anchor. `checked`: by id and level.
+    """The number of values in the node. Raises ValueError for duplicate keys, of which YAML would use the last, for a
+    node that contains itself, and for too many levels or values. `above`: the ids of the enclosing nodes (an alias is
+    its anchor's object). `checked`: by id and level.
     """
     import yaml
 
@@ -109,8 +108,8 @@ def _require_plain(node: yaml.Node, above: tuple[int, ...], checked: dict[tuple[
         _require_each_key_once(node)
         parts = [part for pair in node.value for part in pair]
     count = sum(_require_plain(part, (*above, id(node)), checked) for part in parts)
-    if count > MOST_VALUES:
-        raise ValueError(f"{what} has more than {MOST_VALUES} values, by aliases")
+    if count > MAX_VALUES:
+        raise ValueError(f"{what} has more than {MAX_VALUES} values, by aliases")
     checked[here] = 1 + count
     return checked[here]
 
@@ -130,8 +129,8 @@ def _require_each_key_once(mapping: yaml.MappingNode) -> None:
 
 
 def read_json(text: str) -> Any:
-    """Raises ValueError for what is no JSON, for duplicate keys, of which Python would use the last, and for half
-    surrogates, which no other program reads; RecursionError for thousands of levels.
+    """Raises ValueError for invalid JSON, duplicate keys, of which Python would use the last, and lone surrogates,
+    which no other program reads; RecursionError for thousands of levels.
     """
     content = json.loads(text, object_pairs_hook=_each_key_once)
     json.dumps(content, ensure_ascii=False).encode()

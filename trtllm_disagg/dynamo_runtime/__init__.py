@@ -1,1 +1,1 @@
-"""Everything of Dynamo's runtime that a worker uses. No other package imports `dynamo`."""
+"""All uses of Dynamo's runtime. No other package imports `dynamo`."""

@@ -10,14 +10,18 @@ import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from dynamo._core import get_reasoning_parser_names, get_tool_parser_names
 from dynamo.common.configuration.groups.router_args import build_router_config, parse_worker_router_config
+from dynamo.common.configuration.groups.runtime_args import (
+    DynamoRuntimeConfig,
+    StructuralTagConfig,
+    resolve_structural_tag_config,
+)
 from dynamo.common.model_taints import register_model_taint_route
 from dynamo.common.utils.topology import TopologyConfig, read_topology_config
-from packaging.version import Version
 
 from trtllm_disagg.config.settings import NO, YES
 from trtllm_disagg.config.worker_config import WorkerConfig, flag_of
@@ -28,24 +32,11 @@ _THINKING = "default_thinking_mode"
 _SPECULATION = "spec_decode"
 #: TensorRT-LLM's llguidance refuses every request with a tag.
 _TAGS_BACKEND = "xgrammar"
-#: With `tool_arguments_any_order` this release of it is needed.
-_ANY_ORDER_SINCE = Version("0.2.3")
-
-
-class StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
-    """How the frontend makes tool calls follow their schemas; names and defaults are Dynamo's."""
-
-    scope: Literal["auto", "always"] = "always"
-    schema: Literal["auto", "strict"] = "auto"
-    allow_tool_calls_with_structured_output: bool = False
-    exclude_special_tokens: bool | None = None
-    reasoning_boundary: Literal["auto", "structural_tag", "backend"] = "auto"
-    tool_arguments_any_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Advertised:
-    """What one worker advertises; the frontend decides about each field that is None."""
+    """What a worker advertises; the frontend decides each field that is None."""
 
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -55,12 +46,12 @@ class Advertised:
     router: Any = None
     excludes_tools: bool = True
     topology: TopologyConfig = field(default_factory=TopologyConfig)
-    #: What `Taints` was told.
+    #: The taints received by `Taints`.
     taints: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, config: WorkerConfig, engine_args: Mapping[str, Any]) -> Advertised:
-        """Raises ConfigError for values that Dynamo does not know. May block for 30 s for the files of a topology."""
+        """Raises ConfigError for values unknown to Dynamo. May block for 30 s for topology files."""
         _check_name("tool_call_parser", config.tool_call_parser, get_tool_parser_names)
         _check_name("reasoning_parser", config.reasoning_parser, get_reasoning_parser_names)
         return cls(
@@ -101,37 +92,24 @@ def _check_name(field: str, name: str | None, known_names: Callable[[], Sequence
 
 
 def _structural_tag(given: str | None, takes_tags: bool) -> dict[str, Any] | None:
-    word = "" if given is None else given.strip().lower()
-    if word in NO or (given is None and not takes_tags):
+    """The card's tag: as `given`; by default Dynamo's, if the engine takes tags."""
+    if given is None:
+        given = "true" if takes_tags else "false"
+    if (word := given.strip().lower()) in NO:
         return None
-    if given is None or word in YES:
-        tag = StructuralTag()
-    else:
-        try:
-            tag = msgspec.json.decode(given, type=StructuralTag)
-        except msgspec.DecodeError as error:
-            allowed = f"true, false or a JSON object of Dynamo's ({error})"
-            raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed) from error
-        if tag.tool_arguments_any_order:
-            _require_any_order(given)
-    built: dict[str, Any] = msgspec.to_builtins(tag)
-    return built
-
-
-def _require_any_order(given: str) -> None:
-    """Raises ConfigError where the engine's grammars cannot leave the order open."""
-    installed = "none"
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        installed = metadata.version(_TAGS_BACKEND)
-        if Version(installed) >= _ANY_ORDER_SINCE:
-            return
-    needed = f"{_TAGS_BACKEND} {_ANY_ORDER_SINCE}; installed is {installed}"
-    allowed = f"no tool_arguments_any_order, which needs {needed}"
-    raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed)
+    settings = DynamoRuntimeConfig()
+    try:
+        settings.dyn_structural_tag = word in YES or msgspec.json.decode(given, type=StructuralTagConfig)
+        tag: dict[str, Any] | None = resolve_structural_tag_config(settings)
+    # Dynamo raises the last two if the installed grammars cannot keep `tool_arguments_any_order`.
+    except (msgspec.DecodeError, ValueError, metadata.PackageNotFoundError) as error:
+        allowed = f"true, false or a JSON object of Dynamo's ({error})"
+        raise ConfigError.bad_value(flag_of("structural_tag"), given, allowed) from error
+    return tag
 
 
 def _speculation(given: Any) -> dict[str, Any] | None:
-    """What Dynamo's Planner reads of speculative decoding. The engine, which loads later, reports wrong values."""
+    """What Dynamo's Planner reads of speculative decoding. The engine reports wrong values later."""
     if not isinstance(given, Mapping):
         return None
     drafted, method = given.get("max_draft_len"), given.get("decoding_type")
@@ -143,7 +121,7 @@ def _speculation(given: Any) -> dict[str, Any] | None:
 
 
 def _topology(config: WorkerConfig) -> TopologyConfig:
-    """Where this worker is, and how near the router has to keep a pair; Dynamo reads its variables and their files."""
+    """This worker's place, and how near the router must keep a pair, by Dynamo's variables and their files."""
     if config.may_switch and os.environ.get(_TOPOLOGY, "").strip().lower() in YES:
         raise ConfigError.bad_value(
             _TOPOLOGY,
@@ -166,7 +144,7 @@ def _topology(config: WorkerConfig) -> TopologyConfig:
 
 
 def _router(flags: Sequence[str]) -> Any:
-    """The router configuration that Dynamo reads from its flags and variables; None when they set no mode."""
+    """Dynamo's router configuration from its flags and variables; None if they set no mode."""
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
@@ -183,26 +161,26 @@ Route = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class Taints:
-    """The taints of this worker, which Dynamo's router compares with the `routing_constraints` of a request: told by
-    POST /engine/update/model_taints at the system port. Dynamo changes the card that is there now; a card that is made
-    later, after a switch or a flip, gets what was told here.
+    """This worker's taints, which Dynamo's router compares with a request's `routing_constraints`; set by POST
+    /engine/update/model_taints at the system port. Dynamo changes the current card; this class applies them to later
+    cards, after a switch or flip.
     """
 
-    def __init__(self, runtime: Any, endpoint: Any, told: set[str]) -> None:
-        self._runtime, self._told = runtime, told
-        # Dynamo's function takes this object as the runtime.
+    def __init__(self, runtime: Any, endpoint: Any, taints: set[str]) -> None:
+        self._runtime, self._taints = runtime, taints
+        # Dynamo's function gets this object as the runtime.
         register_model_taint_route(self, endpoint)
 
     def register_engine_route(self, path: str, update: Route) -> None:
         async def update_and_keep(body: dict[str, Any]) -> dict[str, Any]:
             answer = await update(body)
-            self._told.clear()
-            self._told.update(answer["taints"])
+            self._taints.clear()
+            self._taints.update(answer["taints"])
             return answer
 
         self._runtime.register_engine_route(path, update_and_keep)
 
     def put_on(self, card: Any) -> None:
         """`card`: Dynamo's ModelRuntimeConfig."""
-        if self._told:
-            card.taints = self._told
+        if self._taints:
+            card.taints = self._taints

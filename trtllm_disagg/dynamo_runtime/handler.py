@@ -1,4 +1,4 @@
-"""The handler that Dynamo calls, for requests, health probes, control commands and descriptions."""
+"""The handler that Dynamo calls for requests, health probes, control commands and descriptions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dynamo.llm import exceptions as dynamo_errors
 
 from trtllm_disagg import errors
 from trtllm_disagg.admin.commands import CONTROL, is_control
+from trtllm_disagg.common.reports import RateLimitedLog
 from trtllm_disagg.config.worker_config import flag_of
 from trtllm_disagg.config.yaml_file import read_json
 from trtllm_disagg.dynamo_runtime.error_mapping import to_dynamo
 from trtllm_disagg.dynamo_runtime.pushed_answers import Answer, pushed
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
-from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request, encode_chunk
 
@@ -33,26 +33,26 @@ log = logging.getLogger(__name__)
 
 #: The key of a request for the worker's description.
 DESCRIBE = "trtllm_disagg.describe"
-#: The key of a health probe: a request that this worker runs whole on its own engine, whatever its role, because an
-#: engine that reports that it is healthy may be stuck.
+#: The key of a health probe: a request that any worker runs alone on its engine, since an engine that reports it is
+#: healthy may be stuck.
 PROBE = "trtllm_disagg.probe"
-#: The default probe: one prompt token, one generated token, and a priority above waiting requests.
+#: The default probe: one prompt token, one generated token, priority above waiting requests.
 SMALLEST_REQUEST = {"token_ids": [1], "stop_conditions": {"max_tokens": 1}, "priority": 1.0}
 
-#: Executes a control command, which may be malformed, and returns the answer. Raises a DisaggError.
+#: Executes a control command, perhaps malformed, and returns the answer. Raises a DisaggError.
 HandleCommand = Callable[[Any], Awaitable[dict[str, Any]]]
-#: Runs the request of a health probe. Raises a DisaggError when the engine cannot run it.
+#: Runs a health probe's request. Raises a DisaggError if the engine cannot run it.
 Probe = Callable[[GenerateRequest], Awaitable[None]]
 
 
 class FirstTokens(Protocol):
-    """Dynamo's FirstTokenSource: notifies every router replica that the prefill of a request has ended."""
+    """Dynamo's FirstTokenSource: tells every router replica that a request's prefill has ended."""
 
     def bind(self, context: Any, dp_rank: int | None) -> None: ...
 
 
 def health_check_payload(given: str | None) -> dict[str, Any]:
-    """The payload from the flag's value. Raises ConfigError when it is no valid request."""
+    """The payload from the flag's value. Raises ConfigError if it is no valid request."""
     payload = SMALLEST_REQUEST if given is None else _read(given)
     try:
         decode_request(payload)
@@ -84,9 +84,8 @@ async def refuse_control(raw: Any) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Handler:
-    """`function` is what Dynamo calls with each request in one role term. Dynamo passes all arguments but the first by
-    name, and looks at their names: with `pushes` it adds a response sender to requests from the network, and otherwise
-    it polls for each answer.
+    """Dynamo calls `function` with each request in one role term. It passes all arguments but the first by name, and
+    reads the names: requests from the network get a response sender, cheaper than polling for each chunk.
     """
 
     generate: Generate
@@ -94,27 +93,24 @@ class Handler:
     handle_command: HandleCommand = refuse_control
     longest_prompt: float = math.inf
     probe: Probe = answers_by_itself
-    pushes: bool = False
-    #: None where this type of worker has none.
+    takes_images: bool = False
+    #: None for this type of worker.
     first_tokens: FirstTokens | None = None
 
     warn_overloaded: RateLimitedLog = field(default_factory=lambda: RateLimitedLog(log))
 
     @property
     def function(self) -> Callable[..., Any]:
-        return self._pushing if self.pushes else self._polled
+        return self._answering
 
     def release(self) -> None:
-        """Let go of the role term: Dynamo keeps `function` for the life of the process, and its source of first tokens
-        has a socket until the last reference has gone.
+        """Release the role term: Dynamo keeps `function` for the life of the process, and its source of first tokens
+        has a socket until the last reference is gone.
         """
         self.generate = self.describe = self.handle_command = self.probe = _refuse
         self.first_tokens = None
 
-    def _polled(self, request: dict[str, Any], context: Any) -> _BegunOnLoop:
-        return _BegunOnLoop(self._answers(request, context))
-
-    def _pushing(self, request: dict[str, Any], context: Any, response_sender: Any = None) -> _BegunOnLoop:
+    def _answering(self, request: dict[str, Any], context: Any, response_sender: Any = None) -> _BegunOnLoop:
         answers = self._answers(request, context)
         if response_sender is not None:
             answers = pushed(answers, response_sender, context.is_stopped)
@@ -132,15 +128,16 @@ class Handler:
             if is_control(request):
                 yield await self.handle_command(request[CONTROL])
                 return
-            decoded = decode_request(request, self.longest_prompt, context.trace_headers())
+            headers = context.trace_headers()
+            decoded = decode_request(request, self.longest_prompt, headers, takes_images=self.takes_images)
             first_tokens = self.first_tokens if decoded.phase_request is None else None
             if first_tokens is not None:
                 first_tokens.bind(context, decoded.dp_rank)
             async with aclosing(self.generate(decoded, context)) as chunks:
                 async for chunk in chunks:
                     yield encode_chunk(chunk)
-                    # Behind the token: telling the routers takes a tenth of a millisecond. Of a request that has ended
-                    # the frontend tells them.
+                    # After the token: notifying the routers takes 0.1 ms. For an ended request the frontend notifies
+                    # them.
                     if first_tokens is not None and chunk.token_ids and chunk.finish_reason is None:
                         first_tokens = None
                         context.notify_first_token()
@@ -150,42 +147,42 @@ def _refuse(*_: object) -> Any:
     raise errors.WorkerLeavingError("this worker has left")
 
 
-#: Of two workers that share a request, the one that notices first releases the KV, and the other one loses it.
+#: Of two workers that share a request, the first to notice releases the KV, and the other loses it.
 _OF_A_CLIENT_THAT_LEFT = (errors.RequestCancelledError, errors.KvTransferError)
 
 
 @contextmanager
 def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterator[None]:
-    """Around one request: logs its error and raises Dynamo's for it. A request without its client ends without one."""
+    """Log a request's error and raise Dynamo's for it. A request whose client left ends without one."""
     try:
         yield
     except asyncio.CancelledError:
         if context.is_stopped():
             raise
-        # From CancelledError Dynamo would make 499, as if the client had disconnected.
+        # Dynamo would turn CancelledError into 499, as if the client had disconnected.
         raise to_dynamo(errors.WorkerLeavingError("this worker is leaving")) from None
     except errors.DisaggError as error:
         if isinstance(error, _OF_A_CLIENT_THAT_LEFT) and context.is_stopped():
             log.info("request %s: %s", context.id(), error)
             return
-        # Overload comes in floods, which would fill the log.
+        # Floods of overload would fill the log.
         warn = warn_overloaded if isinstance(error, errors.OverloadedError) else log.warning
         warn("request %s: %s: %s", context.id(), type(error).__name__, error)
         raise to_dynamo(error) from None
     except Exception as error:
-        # A bug fails this request, and not the worker.
+        # A bug fails this request, not the worker.
         log.exception("request %s failed unexpectedly", context.id())
         raise dynamo_errors.Unknown(f"{type(error).__name__}: {error}") from error
 
 
 class _BegunOnLoop:
-    """Begins an answer on the event loop. Dynamo polls answers, and drops generators, in its own threads; Python closes
-    a generator on the event loop where it was begun, else in the thread that drops it, where nothing can be awaited.
+    """Begins an answer on the event loop. Dynamo polls answers and drops generators in its own threads; Python closes a
+    generator on the event loop where it began, else in the dropping thread, which cannot await.
     """
 
     def __init__(self, answers: AsyncGenerator[Answer, None]) -> None:
         self._answers = answers
-        # Dynamo reads this attribute once and calls it for each answer, without any Python code of this class.
+        # Dynamo reads this attribute once and calls it for each answer, bypassing this class.
         calls: Iterator[Callable[[], Any]] = chain((partial(_First, answers),), repeat(answers.__anext__))
         vars(self)["__anext__"] = map(call, calls).__next__
 
@@ -200,8 +197,8 @@ class _BegunOnLoop:
 
 
 class _First:
-    """The first answer, as a Future for Dynamo, which adds a callback to it on the event loop. Dynamo prints each error
-    with its traceback: of an expected one, which the log has, there is none.
+    """The first answer, as a Future to which Dynamo adds a callback on the event loop. Dynamo prints each error's
+    traceback, so expected errors, which the log has, carry none.
     """
 
     _asyncio_future_blocking = False

@@ -1,8 +1,9 @@
-"""Metrics of the engine and of the worker's load, and how all metrics get onto the worker's /metrics page."""
+"""The engine's metrics and the worker's load, and the worker's /metrics page."""
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,25 +26,25 @@ from trtllm_disagg.handlers.trace import RequestEnd
 PREFIX = "trtllm_disagg_"
 OTHER = "other"
 
-#: Prometheus adds `_total` to each of these.
+#: Prometheus appends `_total` to each.
 _COUNTERS = {
-    "prefill_tokens": "Prompt tokens that went through the model on this worker",
-    "decode_tokens": "Tokens that this worker generated behind the first one of an answer",
-    "kv_pulls": "Requests for which this worker read KV from another one",
-    "kv_bytes_pulled": "Bytes of KV that came to this worker",
-    "kv_bytes_saved": "Bytes of KV that did not have to come, because this worker had them",
-    "kv_pushes": "Requests for which this worker wrote KV into another one (generation_first)",
-    "kv_bytes_pushed": "Bytes of KV that this worker wrote into another one",
+    "prefill_tokens": "Prompt tokens computed",
+    "decode_tokens": "Tokens generated after the first of each answer",
+    "kv_pulls": "Requests with KV read from another worker",
+    "kv_bytes_pulled": "KV bytes read",
+    "kv_bytes_saved": "KV bytes not read because they were cached here",
+    "kv_pushes": "Requests with KV written into another worker (generation_first)",
+    "kv_bytes_pushed": "KV bytes written",
     "modelled_steps": "Steps of the modelled engine",
-    "modelled_step_seconds": "What those steps take on the GPU, in modelled seconds",
-    "modelled_late_seconds": "How late this machine was at the end of each of those steps, in modelled seconds",
+    "modelled_step_seconds": "Their duration on the GPU, in modelled seconds",
+    "modelled_late_seconds": "How late they ended on this machine, in modelled seconds",
 }
 _GAUGES = {
-    "kv_blocks_used": "KV blocks that running requests and held handoffs use",
-    "requests_active": "Requests that run or wait in the engine",
+    "kv_blocks_used": "KV blocks of running requests and held handoffs",
+    "requests_active": "Requests running or waiting in the engine",
 }
-#: Running totals of the embedded engine. TensorRT-LLM does not report them; then the metrics are left out, but for the
-#: tokens, which are counted by its steps.
+#: Running totals of the embedded engine. TensorRT-LLM does not report them; then only token metrics remain, counted by
+#: steps.
 _TOTALS = {
     "decode_tokens": "decodeTokens",
     "kv_pulls": "kvPulls",
@@ -53,23 +54,23 @@ _TOTALS = {
     "kv_bytes_pushed": "kvBytesPushed",
 }
 
-#: The buckets of Dynamo's worker, so that histograms of both can be added up.
+#: The buckets of Dynamo's worker, so that both histograms add up.
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BYTES = tuple(step * 10**power for power in range(5, 10) for step in (1, 5))
 _GIGABYTES_A_SECOND = (0.1, 0.5, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 _EVENTS = tuple(2**power for power in range(18))
 
-#: Named as Dynamo's dashboard for disaggregated serving queries them; Dynamo 1.6 names two of them otherwise.
+#: The names queried by Dynamo's dashboard for disaggregated serving; Dynamo 1.6 names two differently.
 _OF_DASHBOARD = {
-    "active_blocks": "KV blocks that running requests use",
+    "active_blocks": "KV blocks of running requests",
     kvstats.TOTAL_BLOCKS: "KV blocks of the pool",
-    kvstats.GPU_CACHE_USAGE_PERCENT: "The share of them that running requests use (0 to 1)",
+    kvstats.GPU_CACHE_USAGE_PERCENT: "Their share of the pool (0 to 1)",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """Makes metrics that all have the same values of the same labels."""
+    """Makes metrics with the same label values."""
 
     labels: Mapping[str, str]
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
@@ -89,21 +90,21 @@ class DynamoMetrics:
     """Metrics under the names of Dynamo's worker, from engine statistics, ended requests and cache events."""
 
     def __init__(self, config: WorkerConfig, num_blocks: int, num_ranks: int = 1) -> None:
-        """`num_blocks`: of each rank's KV pool; 0 where unknown before the first step. Every series exists from the
-        start, so that rates are right from the first event on.
+        """`num_blocks`: of each rank's KV pool; 0: unknown until the first step. Every series exists from the start, so
+        that rates are right from the first event.
         """
         self.registry = CollectorRegistry()
         component = COMPONENTS[config.role]
         self._gauges = LLMBackendMetrics(self.registry, config.model_name, component)
         every_rank = [labels.MODEL, labels.COMPONENT, labels.DP_RANK]
-        self._shown = [
-            Gauge(f"{name_prefix.COMPONENT}_kvstats_{name}", text, every_rank, registry=self.registry)
+        self._shown = {
+            name: Gauge(f"{name_prefix.COMPONENT}_kvstats_{name}", text, every_rank, registry=self.registry)
             for name, text in _OF_DASHBOARD.items()
-        ]
+        }
         self._where = {labels.MODEL: config.model_name, labels.COMPONENT: component}
         #: Rank -> the blocks of its pool.
-        self._most: dict[str, int] = {}
-        self._tells_all = False
+        self._totals: dict[str, int] = {}
+        self._reports_all = False
         for rank in range(num_ranks):
             self._show_used(str(rank), 0, num_blocks)
 
@@ -113,36 +114,37 @@ class DynamoMetrics:
             "engine_type": "trtllm",
         }
         ours = Labelled(mode, self.registry)
-        self._aborted = ours.counter(names.NUM_ABORTED_REQUESTS_TOTAL, "Requests that their client left")
+        self._aborted = ours.counter(names.NUM_ABORTED_REQUESTS_TOTAL, "Requests cancelled by their client")
         guided = "Requests with guided decoding"
         self._guided = ours.counter(names.REQUEST_TYPE_STRUCTURED_OUTPUT_TOTAL, guided)
-        transfers = "Requests with KV that came to this worker"
+        transfers = "Requests with KV from another worker"
         self._transfers = ours.counter(names.KV_TRANSFER_SUCCESS_TOTAL, transfers)
         latency, speed = names.KV_TRANSFER_LATENCY_SECONDS, names.KV_TRANSFER_SPEED_GB_S
-        self._seconds = ours.histogram(latency, "Seconds of one transfer", _SECONDS)
-        self._bytes = ours.histogram(names.KV_TRANSFER_BYTES, "Bytes of one transfer", _BYTES)
-        self._speed = ours.histogram(speed, "GB/s of one transfer", _GIGABYTES_A_SECOND)
-        buffer = "Cache events that the engine keeps until they are polled"
-        self._buffer = ours.gauge(names.KV_EVENT_BUFFER_CAPACITY, buffer)
-        self._events = ours.histogram(names.KV_EVENT_DRAIN_BATCH_SIZE, "Cache events of one poll", _EVENTS)
-        self._lost = ours.counter(names.KV_EVENT_ID_GAP_EVENTS_TOTAL, "Cache events that the engine dropped")
+        self._seconds = ours.histogram(latency, "Seconds per transfer", _SECONDS)
+        self._bytes = ours.histogram(names.KV_TRANSFER_BYTES, "Bytes per transfer", _BYTES)
+        self._speed = ours.histogram(speed, "GB/s per transfer", _GIGABYTES_A_SECOND)
+        buffer = "Size of the engine's buffer of cache events"
+        self.event_buffer = ours.gauge(names.KV_EVENT_BUFFER_CAPACITY, buffer)
+        self.polled_events = ours.histogram(names.KV_EVENT_DRAIN_BATCH_SIZE, "Cache events per poll", _EVENTS)
+        lost = "Cache events that the engine dropped"
+        self.lost_events = ours.counter(names.KV_EVENT_ID_GAP_EVENTS_TOTAL, lost)
 
     def update(self, stat: Mapping[str, Any]) -> None:
         """One record of `get_stats_async`."""
-        self._tells_all = _tells_all(stat)
+        self._reports_all = _reports_all(stat)
         blocks = stat.get("kvCacheStats") or {}
         rank = str(stat.get("attentionDpRank") or 0)
-        used, most = blocks.get("usedNumBlocks"), blocks.get("maxNumBlocks")
-        if used is not None and most:
-            self._show_used(rank, used, most)
+        used, total = blocks.get("usedNumBlocks"), blocks.get("maxNumBlocks")
+        if used is not None and total:
+            self._show_used(rank, used, total)
         if (hit_rate := blocks.get("cacheHitRate")) is not None:
             self._gauges.set_kv_cache_hit_rate(rank, hit_rate)
 
-    def rest(self) -> None:
-        """The engine takes no steps (`StatsForwarder`); TensorRT-LLM's last record is of blocks that are free now."""
-        if not self._tells_all:
-            for rank, most in self._most.items():
-                self._show_used(rank, 0, most)
+    def show_idle(self) -> None:
+        """The engine takes no steps (`StatsForwarder`); the blocks in TensorRT-LLM's last record are free now."""
+        if not self._reports_all:
+            for rank, total in self._totals.items():
+                self._show_used(rank, 0, total)
 
     def loaded(self, seconds: float) -> None:
         self._gauges.set_model_load_time(seconds)
@@ -158,42 +160,34 @@ class DynamoMetrics:
             if seconds > 0:
                 self._speed.observe(num_bytes / seconds / 1e9)
 
-    def polls_events_of(self, buffer_size: int) -> None:
-        self._buffer.set(buffer_size)
-
-    def polled_events(self, count: int) -> None:
-        self._events.observe(count)
-
-    def lost_events(self, count: int) -> None:
-        self._lost.inc(count)
-
-    def _show_used(self, rank: str, used: int, most: int) -> None:
-        share = used / most if most else 0.0
-        self._most[rank] = most
-        self._gauges.set_total_blocks(rank, most)
+    def _show_used(self, rank: str, used: int, total: int) -> None:
+        share = used / total if total else 0.0
+        self._totals[rank] = total
+        self._gauges.set_total_blocks(rank, total)
         self._gauges.set_gpu_cache_usage(rank, share)
-        for gauge, value in zip(self._shown, (used, most, share), strict=True):
-            gauge.labels(**self._where, **{labels.DP_RANK: rank}).set(value)
+        shown = {"active_blocks": used, kvstats.TOTAL_BLOCKS: total, kvstats.GPU_CACHE_USAGE_PERCENT: share}
+        for name, value in shown.items():
+            self._shown[name].labels(**self._where, **{labels.DP_RANK: rank}).set(value)
 
 
 class LabelValues:
-    """The values of one label: `known`, the first others up to `most`, then `other`, for a series is kept for ever."""
+    """Bounds one label's values, since a series is kept for ever: `known`, others up to `max_values`, then `other`."""
 
-    def __init__(self, *known: str, most: int = 24) -> None:
+    def __init__(self, *known: str, max_values: int = 24) -> None:
         self._values = set(known)
-        self._most = most
+        self._max_values = max_values
 
     def bound(self, value: str) -> str:
         if value in self._values:
             return value
-        if len(self._values) >= self._most or not value.isidentifier() or len(value) > 64:
+        if len(self._values) >= self._max_values or not value.isidentifier() or len(value) > 64:
             return OTHER
         self._values.add(value)
         return value
 
 
 class StepMetrics(Collector):
-    """The gauges of TensorRT-LLM's server, as of the engine's last step; with attention DP, of the last rank's."""
+    """The gauges of TensorRT-LLM's server after the engine's last step; with attention DP, of the last rank's."""
 
     def __init__(self, model_name: str) -> None:
         self._mode = {"model_name": model_name, "engine_type": "trtllm"}
@@ -203,61 +197,60 @@ class StepMetrics(Collector):
         """One record of `get_stats_async`."""
         self._values = self._values | step_gauges(stat)
 
-    def rest(self) -> None:
-        """The engine takes no steps, so nothing runs: TensorRT-LLM's last record is of the step before."""
+    def show_idle(self) -> None:
+        """The engine takes no steps, so nothing runs, unlike in TensorRT-LLM's last record."""
         self._values = self._values | {name: 0 for name in self._values if name.startswith("num_")}
 
     def collect(self) -> Iterator[Metric]:
         for name, value in self._values.items():
-            gauge = GaugeMetricFamily(f"trtllm_{name}", "Of the engine's last step", labels=list(self._mode))
+            gauge = GaugeMetricFamily(f"trtllm_{name}", "Last step", labels=list(self._mode))
             gauge.add_metric(list(self._mode.values()), value)
             yield gauge
 
 
 class EngineMetrics(Collector):
-    """Adds up the engine's per-iteration statistics, which each attention-DP rank sends for itself."""
+    """Adds up the engine's per-iteration statistics, which each attention-DP rank sends."""
 
     def __init__(self, handoffs: HandoffsHeld, clock: Callable[[], float] = time.monotonic) -> None:
-        """`handoffs`: for engines that do not count them. `clock`: the clock of the engine's statistics."""
+        """`handoffs`: for engines that do not count them. `clock`: of the engine's statistics."""
         self._handoffs, self._clock = handoffs, clock
-        self._counted: dict[str, float] = {}
+        self._counted = defaultdict[str, float](float)
         self._held: dict[str, dict[Any, float]] = {}
-        #: Rank -> number of handoffs that it holds, and when it made the oldest one.
+        #: Rank -> number of held handoffs, and when the oldest was made.
         self._made: dict[Any, tuple[int, float | None]] = {}
 
     def update(self, stat: Mapping[str, Any]) -> None:
         """One record of `get_stats_async`."""
         batch = stat.get("inflightBatchingStats") or {}
-        self._count("prefill_tokens", batch.get("numCtxTokens", 0))
-        self._count("decode_tokens", _num_generated(stat))
+        self._counted["prefill_tokens"] += batch.get("numCtxTokens", 0)
+        self._counted["decode_tokens"] += _num_generated(stat)
         if batch.get("numScheduledRequests") and (modelled := stat.get("modelled")):
-            self._count("modelled_steps", 1)
-            self._count("modelled_step_seconds", modelled["stepMS"] / 1000)
-            self._count("modelled_late_seconds", modelled["lateMS"] / 1000)
+            self._counted["modelled_steps"] += 1
+            self._counted["modelled_step_seconds"] += modelled["stepMS"] / 1000
+            self._counted["modelled_late_seconds"] += modelled["lateMS"] / 1000
         totals = stat.get("totals") or {}
         self._counted |= {name: totals[key] for name, key in _TOTALS.items() if key in totals}
         rank = stat.get("attentionDpRank")
         self._hold("kv_blocks_used", rank, (stat.get("kvCacheStats") or {}).get("usedNumBlocks"))
         active = stat.get("numActiveRequests", 0) + stat.get("numQueuedRequests", 0)
         self._hold("requests_active", rank, active)
-        if _tells_all(stat):
+        if _reports_all(stat):
             self._made[rank] = stat["numHandoffsHeld"], stat.get("oldestHandoffAt")
 
-    def rest(self) -> None:
-        """As `DynamoMetrics.rest`."""
+    def show_idle(self) -> None:
+        """As `DynamoMetrics.show_idle`."""
         if not self._made:
             self._held = {name: dict.fromkeys(by_rank, 0) for name, by_rank in self._held.items()}
 
     def collect(self) -> Iterator[Metric]:
-        # Dynamo calls this from another thread, so dicts that may grow meanwhile are copied first.
+        # Dynamo calls this from another thread, so copy dicts that may grow.
         for name, value in list(self._counted.items()):
             yield CounterMetricFamily(PREFIX + name, _COUNTERS[name], value=value)
         for name, by_rank in list(self._held.items()):
             yield _gauge(name, _GAUGES[name], sum(list(by_rank.values())))
         num_held, oldest_seconds = self._handoffs_held()
-        waiting = "Finished prefills with KV that waits here for a decode worker"
-        yield _gauge("handoffs_held", waiting, num_held)
-        yield _gauge("handoffs_oldest_seconds", "For how long the oldest of them has waited", oldest_seconds)
+        yield _gauge("handoffs_held", "Finished prefills with KV waiting for a decode worker", num_held)
+        yield _gauge("handoffs_oldest_seconds", "Age of the oldest of them", oldest_seconds)
 
     def _handoffs_held(self) -> tuple[int, float]:
         made = list(self._made.values())
@@ -266,45 +259,40 @@ class EngineMetrics(Collector):
         since = [at for _, at in made if at is not None]
         return sum(count for count, _ in made), max(0.0, self._clock() - min(since)) if since else 0.0
 
-    def _count(self, name: str, more: float) -> None:
-        self._counted[name] = self._counted.get(name, 0) + more
-
     def _hold(self, name: str, rank: Any, value: float | None) -> None:
         if value is not None:
             self._held.setdefault(name, {})[rank] = value
 
 
 class LoadMetrics(Collector):
-    """What waits on this worker, what it refused, and which peers it skips."""
+    """This worker's waiting and refused requests, and skipped peers."""
 
     def __init__(self, queued: Queued, breaker: CircuitBreaker) -> None:
         self._queued, self._breaker = queued, breaker
 
     def collect(self) -> Iterator[Metric]:
         queued = self._queued
-        shed = "Requests that were refused because too many waited on this worker"
+        shed = "Requests refused because too many were waiting"
         yield CounterMetricFamily(PREFIX + "requests_shed", shed, value=queued.num_refused)
-        waiting = "Requests that this worker has taken on and that have no first token yet"
-        yield _gauge("queued_requests", waiting, queued.requests)
+        yield _gauge("queued_requests", "Accepted requests without a first token", queued.requests)
         yield _gauge("queued_tokens", "Prompt tokens of those requests", queued.tokens)
-        skipped = "Workers that this one skips now, because they failed several times in a row"
-        yield _gauge("breakers_open", skipped, len(self._breaker.open()))
-        opened = "How often such a worker began to be skipped, or was skipped for longer"
+        yield _gauge("breakers_open", "Peers skipped now after failures in a row", len(self._breaker.open()))
+        opened = "Times that a peer was skipped, or skipped for longer"
         yield CounterMetricFamily(PREFIX + "breakers_opened", opened, value=self._breaker.times_opened)
 
 
-def _tells_all(stat: Mapping[str, Any]) -> bool:
-    """The embedded engine counts its handoffs, and has a record of what changes between steps: its last one holds."""
+def _reports_all(stat: Mapping[str, Any]) -> bool:
+    """Whether records show all changes, as the embedded engine's do, which count handoffs and changes between steps."""
     return "numHandoffsHeld" in stat
 
 
 def _num_generated(stat: Mapping[str, Any]) -> float:
-    """One token for each request in the decode step, and the draft tokens that were accepted."""
+    """One token per request in the decode step, plus accepted draft tokens."""
     steps: int = (stat.get("inflightBatchingStats") or {}).get("numGenRequests", 0)
     drafts = stat.get("specDecodingStats") or {}
     accepted: int = drafts.get("numAcceptedTokens", 0)
     if stat.get("attentionDpRank"):
-        # TensorRT-LLM repeats rank 0's draft statistics for every other rank.
+        # TensorRT-LLM repeats rank 0's draft statistics for all ranks.
         drafting: int = drafts.get("numRequestsWithDraftTokens", 0)
         return steps * (1 + accepted / max(drafting, 1))
     return steps + accepted
@@ -322,8 +310,8 @@ def registry_of(*collectors: Collector) -> CollectorRegistry:
 
 
 def expose(registry: CollectorRegistry, endpoint: Any, config: WorkerConfig) -> None:
-    """Show a registry on the page of DYN_SYSTEM_PORT, with the labels of Dynamo's metrics and the role's component."""
-    # prometheus_client would add a `_created` series to each series, which is of no use.
+    """Show a registry on the DYN_SYSTEM_PORT page, with Dynamo's labels and the role's component."""
+    # prometheus_client would add a useless `_created` series to each.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     here = parse_endpoint_id(config.endpoint_id)
     register_engine_metrics_callback(
@@ -337,13 +325,11 @@ def expose(registry: CollectorRegistry, endpoint: Any, config: WorkerConfig) -> 
 
 
 class QueueMetrics(Collector):
-    """Length and age of the prefill queue; every worker of the queue shows the same numbers."""
+    """The prefill queue's length and age, equal on all its workers."""
 
     def __init__(self, depth: Callable[[], int], age: Callable[[], float]) -> None:
         self._depth, self._age = depth, age
 
     def collect(self) -> Iterator[Metric]:
-        waiting = "Prefills in the queue that no worker has begun"
-        yield _gauge("prefill_queue_depth", waiting, self._depth())
-        age = "For how long the oldest of them has waited"
-        yield _gauge("prefill_queue_age_seconds", age, self._age())
+        yield _gauge("prefill_queue_depth", "Prefills waiting in the queue", self._depth())
+        yield _gauge("prefill_queue_age_seconds", "Age of the oldest of them", self._age())

@@ -1,18 +1,20 @@
-"""What a worker publishes while it serves: cache events, its load, metrics, and each engine step for the Planner."""
+"""Publishes a serving worker's cache events, load and metrics, and each engine step for the Planner."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import dynamo._core
 from dynamo.llm import FpmDirectPublisher, KvEventPublisher, WorkerMetricsPublisher
 
 from trtllm_disagg.config.worker_config import ScheduleStyle, WorkerConfig
-from trtllm_disagg.dynamo_runtime.kv_events import KvEventForwarder, OwnCache
 from trtllm_disagg.dynamo_runtime.metrics import (
     DynamoMetrics,
     EngineMetrics,
@@ -28,15 +30,98 @@ from trtllm_disagg.dynamo_runtime.request_metrics import (
     phase_of_frontends,
 )
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
+from trtllm_disagg.engine.cache_events import CacheEvents, StoredBlocks
 from trtllm_disagg.engine.capabilities import event_buffer_of
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.readers import EngineReaders, Records, Statistics, StatsSink
-from trtllm_disagg.handlers.services import LiveState
+from trtllm_disagg.handlers.cached_prefix import CachedPrefixes
+from trtllm_disagg.handlers.live_state import LiveState
 
 log = logging.getLogger(__name__)
 
-#: Dynamo's argument -> the statistics that add up to it, as in Dynamo's own worker. TensorRT-LLM has all of them since
-#: its PR 13199. Paused requests count as queued ones.
+
+class KvEventForwarder:
+    """Forwards cache events to routers, from `start` to `stop`, by a source per rank and router. Opened again, its
+    routers forget the previous sources.
+    """
+
+    def __init__(
+        self, events: CacheEvents, openers: Mapping[int, Sequence[Callable[[], Any]]], metrics: DynamoMetrics
+    ) -> None:
+        """`openers`: rank -> functions that open its sources, each a KvEventPublisher of Dynamo. Routers find a source
+        in discovery until its `shutdown`.
+        """
+        self._events, self._openers, self._metrics = events, openers, metrics
+        self._sources: dict[int, list[Any]] = {}
+
+    async def start(self) -> None:
+        self._events.subscribe(self)
+
+    async def stop(self) -> None:
+        self._events.unsubscribe(self)
+        self._close()
+
+    def open(self) -> None:
+        self._close()
+        self._sources = {rank: [each() for each in openers] for rank, openers in self._openers.items()}
+
+    def stored(self, rank: int, blocks: StoredBlocks) -> None:
+        for source in self._sources.get(rank, ()):
+            source.publish_stored(**blocks._asdict())
+
+    def removed(self, rank: int, block_hashes: list[int]) -> None:
+        for source in self._sources.get(rank, ()):
+            source.publish_removed(block_hashes)
+
+    def lost(self, rank: int, count: int) -> None:
+        self._metrics.lost_events.inc(count)
+
+    def polled(self, count: int) -> None:
+        self._metrics.polled_events.observe(count)
+
+    def _close(self) -> None:
+        sources, self._sources = self._sources, {}
+        for source in (source for of_rank in sources.values() for source in of_rank):
+            with suppress(Exception):  # it may have ended with its runtime
+                source.shutdown()
+
+
+class OwnCache:
+    """Keeps this worker's view of its own cache, on the event loop that serves requests."""
+
+    def __init__(self, events: CacheEvents, cached: CachedPrefixes, num_ranks: int) -> None:
+        self._events, self._cached, self._num_ranks = events, cached, num_ranks
+        self._loop = asyncio.get_running_loop()
+
+    async def start(self) -> None:
+        self._events.subscribe(self)
+
+    async def stop(self) -> None:
+        self._events.unsubscribe(self)
+
+    def open(self) -> None:
+        for rank in range(self._num_ranks):
+            self._forget(rank)
+
+    def stored(self, rank: int, blocks: StoredBlocks) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._cached.of_rank(rank).publish_stored(**blocks._asdict()))
+
+    def removed(self, rank: int, block_hashes: list[int]) -> None:
+        self._loop.call_soon_threadsafe(lambda: self._cached.of_rank(rank).publish_removed(block_hashes))
+
+    def lost(self, rank: int, count: int) -> None:
+        self._forget(rank)
+
+    def polled(self, count: int) -> None:
+        """The number does not matter."""
+
+    def _forget(self, rank: int) -> None:
+        """Treat all as uncached until stored again."""
+        self._loop.call_soon_threadsafe(lambda: self._cached.of_rank(rank).clear())
+
+
+#: Dynamo's argument -> the statistics that add up to it, as in Dynamo's worker. TensorRT-LLM has all since its PR
+#: 13199. Paused requests count as queued.
 _SOURCES: Mapping[str, tuple[str, ...]] = {
     "scheduled_num_prefill_requests": ("numContextRequests",),
     "scheduled_sum_prefill_tokens": ("numCtxTokens",),
@@ -52,7 +137,7 @@ NEEDED = frozenset(name for names in _SOURCES.values() for name in names)
 
 
 class ForwardPassMetrics:
-    """Publishes each engine step for Dynamo's Planner. Dynamo's publisher itself reports an idle worker each second."""
+    """Publishes each engine step for Dynamo's Planner. Dynamo's publisher reports an idle worker each second."""
 
     def __init__(self, steps: FpmDirectPublisher) -> None:
         #: None once publishing has ended.
@@ -65,8 +150,8 @@ class ForwardPassMetrics:
         self._end()
 
     def update(self, stat: Mapping[str, Any]) -> None:
-        """Publish one record of `get_stats_async`. A record without all numbers ends publishing: with zeros in their
-        place, the Planner would take a busy worker for an idle one.
+        """Publish one record of `get_stats_async`. An incomplete record ends publishing: with zeros instead, the
+        Planner would take a busy worker for an idle one.
         """
         if self._steps is None:
             return
@@ -86,15 +171,15 @@ class ForwardPassMetrics:
             steps.shutdown()
 
 
-#: An engine without requests that has sent no statistics for this long takes no steps. Most blocks that it held at its
-#: last step are free, or will be after its next one: only then TensorRT-LLM releases KV that decode has fetched.
+#: An engine without requests takes no steps after this silence. Most blocks of its last step are free, or will be after
+#: its next one, when TensorRT-LLM releases fetched KV.
 SILENT_SECONDS = 10.0
 
 
 class StatsForwarder:
-    """Forwards the engine's statistics in a role term: the newest record to the router, as this worker's load, and all
-    records to `sinks`. When the engine rests, the router gets a load of 0: it may send nothing to a worker that looks
-    full, and TensorRT-LLM reports the blocks it has freed only in its next step. One that hangs keeps its load.
+    """Forwards the engine's statistics: the newest record to the router, as this worker's load, and all records to
+    `sinks`. For an idle engine the router gets a load of 0: otherwise it might avoid a worker that looks full, since
+    TensorRT-LLM reports freed blocks only in its next step. A hanging engine keeps its load.
     """
 
     def __init__(
@@ -104,17 +189,17 @@ class StatsForwarder:
         *sinks: StatsSink,
         num_ranks: int = 1,
         has_requests: Callable[[], bool] = lambda: False,
-        on_rest: Callable[[], None] = lambda: None,
+        on_idle: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._statistics, self._load, self._sinks = statistics, load, sinks
-        self._has_requests, self._on_rest, self._clock = has_requests, on_rest, clock
-        #: When the last record came or a request last ran; None once the router has been sent a load of 0.
+        self._has_requests, self._on_idle, self._clock = has_requests, on_idle, clock
+        #: When the last record came or a request last ran; None after sending a load of 0.
         self._busy_at: float | None = None
         self._ranks: Sequence[int | None] = range(num_ranks) if num_ranks > 1 else (None,)
 
     async def start(self) -> None:
-        # The engine has no statistics before its first step, but the router needs a load.
+        # The router needs a load before the engine's first step.
         self._publish_none()
         self._statistics.subscribe(self)
 
@@ -135,7 +220,7 @@ class StatsForwarder:
             self._busy_at = now
         elif self._busy_at is not None and now - self._busy_at >= SILENT_SECONDS:
             self._busy_at = None
-            self._on_rest()
+            self._on_idle()
             self._publish_none()
 
     def _publish_none(self) -> None:
@@ -143,7 +228,7 @@ class StatsForwarder:
             self._load.publish(rank, kv_used_blocks=0)
 
 
-#: The metrics that are of the engine's statistics.
+#: The metrics from the engine's statistics.
 Exposed = EngineMetrics | DynamoMetrics | StepMetrics
 
 
@@ -157,7 +242,7 @@ class Publisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Publishing:
-    """Makes what one worker publishes in a role term."""
+    """Creates a worker's publishers for a role term."""
 
     config: WorkerConfig
     runtime: Runtime
@@ -168,13 +253,13 @@ class Publishing:
     metrics: DynamoMetrics
 
     async def publishers(self) -> list[Publisher]:
-        """Those that the flags ask for."""
+        """The publishers that the flags ask for."""
         runtime, num_ranks = self.runtime, self.engine.num_ranks
         events = self._kv_events()
         if not self.config.reads_statistics:
             return events
         exposed = self._exposed() if self.config.publish_metrics else []
-        # The Planner listens at the endpoint of the role, whichever stage this worker is.
+        # The Planner listens at the role's endpoint, whatever stage this worker is.
         planned = runtime.endpoint_for_workers
         forward_pass = ForwardPassMetrics(
             FpmDirectPublisher(planned, str(planned.connection_id()), num_ranks)
@@ -187,23 +272,28 @@ class Publishing:
             *(self.live.occupancy, *exposed, forward_pass),
             num_ranks=num_ranks,
             has_requests=self.engine.has_requests,
-            on_rest=partial(_rest, self.live, exposed),
+            on_idle=partial(_show_idle, self.live, exposed),
         )
         return [*events, stats, forward_pass]
 
     def _kv_events(self) -> list[Publisher]:
-        """What publishes cache events to frontends, to peers, and to this worker's own decider."""
+        """The publishers of cache events to frontends, peers and this worker's decider."""
         config, runtime, events = self.config, self.runtime, self.readers.events
-        #: (endpoint, the endpoint that owns the KV state published there)
+        #: (endpoint, owner of the KV state published there)
         listeners = []
         if config.publish_kv_events:
             listeners.append((runtime.endpoint_for_frontends, config.kv_state_endpoint))
-        if config.tells_peers:
+        if config.informs_peers:
             listeners.append((runtime.endpoint_for_workers, None))
         if not listeners and not config.reads_kv_events:
             return []
-        self.metrics.polls_events_of(event_buffer_of(self.engine.llm))
-        publisher = partial(KvEventPublisher, kv_block_size=self.model.block_size, enable_local_indexer=True)
+        self.metrics.event_buffer.set(event_buffer_of(self.engine.llm))
+        publisher = partial(
+            KvEventPublisher,
+            kv_block_size=self.model.block_size,
+            enable_local_indexer=True,
+            image_token_id=image_token_id(config),
+        )
         openers = {
             rank: [partial(publisher, at, dp_rank=rank, kv_state_endpoint=owner) for at, owner in listeners]
             for rank in range(self.engine.num_ranks)
@@ -213,7 +303,7 @@ class Publishing:
         return [forwarder, own] if config.reads_kv_events else [forwarder]
 
     def _exposed(self) -> list[Exposed]:
-        """Put all metrics on this worker's page. Returns those that need the engine's statistics."""
+        """Put all metrics on this worker's page. Returns those fed by the engine's statistics."""
         config, endpoint, live = self.config, self.runtime.endpoint_for_frontends, self.live
         of_engine, steps = EngineMetrics(self.engine.handoffs), StepMetrics(config.model_name)
         requests = RequestMetrics(
@@ -233,7 +323,16 @@ class Publishing:
         return [of_engine, self.metrics, steps]
 
 
-def _rest(live: LiveState, exposed: Sequence[Exposed]) -> None:
+def image_token_id(config: WorkerConfig) -> int | None:
+    """The token by which frontends and KV routers find images in blocks; None for text, and for model families with
+    images that no frontend can expand.
+    """
+    # Missing from builds of Dynamo without this part.
+    resolve = getattr(dynamo._core, "resolve_routing_image_token_id", None)
+    return resolve(config.model, config.model) if resolve and config.images else None
+
+
+def _show_idle(live: LiveState, exposed: Sequence[Exposed]) -> None:
     live.occupancy.clear()
     for metrics in exposed:
-        metrics.rest()
+        metrics.show_idle()

@@ -1,4 +1,4 @@
-"""Sends answers through Dynamo's response sender as they come, where Dynamo would otherwise poll for each chunk."""
+"""Sends answers through Dynamo's response sender as they come; otherwise Dynamo would poll for each chunk."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from threading import Thread
 from typing import Any, Protocol
 
 Answer = dict[str, Any]
-#: Number of chunks of one answer that buffers on the way hold even if the client reads nothing. Further ones are sent
-#: by a thread, as sending may block. So are chunks with alternatives for each token, which are as large as dozens.
+#: Number of an answer's chunks that buffers in between hold even if the client reads nothing. A thread sends further
+#: ones, since sending may block, and chunks with alternatives per token, as large as dozens.
 BUFFERED = 500
-#: Number of chunks that may wait for the thread; then the source of the answer waits.
+#: Number of chunks that may wait for the thread; then the answer's source waits.
 WAITING = 64
 
 
 class ResponseSender(Protocol):
-    """Dynamo's response sender of one answer."""
+    """Dynamo's response sender for one answer."""
 
     def send(self, answer: Answer, /) -> None:
-        """Blocks while the buffers are full. Raises RuntimeError when the reader is gone, and stops the request."""
+        """Blocks while the buffers are full. Raises RuntimeError and stops the request if the reader is gone."""
 
     def close(self) -> None:
-        """Mark the answer as complete."""
+        """Complete the answer."""
 
 
 async def pushed(
     answers: AsyncGenerator[Answer, None], sender: ResponseSender, is_stopped: Callable[[], bool]
 ) -> AsyncGenerator[Answer, None]:
-    """Send all answers. Yields nothing: Dynamo asks for the first element, which runs all of this. An exception that
-    leaves this generator makes Dynamo end the answer, so the sender is not closed then. `is_stopped` says whether
-    Dynamo has stopped the request, which it does when the reader is gone.
+    """Send all answers. Yields nothing: Dynamo asks for the first element, which runs all of this. An exception makes
+    Dynamo end the answer, so the sender is not closed then. `is_stopped`: whether Dynamo has stopped the request, as it
+    does if the reader is gone.
     """
     try:
         await _send_all(answers, sender)
     except RuntimeError:
-        # Of a reader that is gone. That is no error, and Dynamo would print its traceback.
+        # The reader is gone. That is no error, but Dynamo would print a traceback.
         if not is_stopped():
             raise
     sender.close()
@@ -57,16 +57,18 @@ async def _send_all(answers: AsyncGenerator[Answer, None], sender: ResponseSende
             num_sent += 1
 
 
-async def _send_in_thread(first: Answer, rest: AsyncGenerator[Answer, None], sender: ResponseSender) -> None:
+async def _send_in_thread(
+    first: Answer, others: AsyncGenerator[Answer, None], sender: ResponseSender
+) -> None:
     with closing(_SendingThread(sender)) as thread:
         await thread.send(first)
-        async for answer in rest:
+        async for answer in others:
             await thread.send(answer)
         await thread.sent()
 
 
 class _SendingThread:
-    """Sends an answer's chunks in their order. A daemon thread, since it may be blocked for ever."""
+    """Sends an answer's chunks in order. A daemon thread, since it may block for ever."""
 
     def __init__(self, sender: ResponseSender) -> None:
         self._send = sender.send
@@ -80,7 +82,7 @@ class _SendingThread:
         """Queue a chunk. Raises what sending an earlier one raised."""
         if self._answers.qsize() >= WAITING:
             self._has_room.clear()
-            # The thread may have emptied the queue before the event was cleared.
+            # The thread may have emptied the queue before the clear.
             if self._answers.qsize() >= WAITING:
                 await self._has_room.wait()
         if self._end.done():
@@ -93,7 +95,7 @@ class _SendingThread:
         await self._end
 
     def close(self) -> None:
-        """Let the thread end after the chunks that are queued."""
+        """Let the thread end after the queued chunks."""
         self._answers.put(None)
         if not self._end.cancel() and not self._end.cancelled():
             self._end.exception()  # marks it as retrieved: another error ends the answer

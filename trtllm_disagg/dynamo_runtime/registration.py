@@ -1,4 +1,4 @@
-"""The place of a worker in its deployment: a first stage, which frontends call, or a second stage, which peers call."""
+"""Registers a worker as a first stage, which frontends call, or a second stage, which peers call."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trtllm_disagg.engine.readers import EngineReaders
 
 log = logging.getLogger(__name__)
 
-#: For a worker to see the others, for frontends to see its card, and to make the routers of a namespace that has just
-#: got both roles: until then they refuse its requests.
+#: Settling time of discovery: workers see each other, and frontends see the card and create the routers of a namespace
+#: that just got both roles; until then they refuse its requests.
 _FRONTENDS_SECONDS = 0.5
 
 
 class Place(Enum):
-    """Where this worker is registered: never at both, since a frontend does not serve a model that both roles
-    registered (docs/log/dynamo.md).
+    """Where this worker is registered. Never at both: a frontend does not serve a model registered by both roles
+    (docs/log/dynamo.md).
     """
 
     NONE, FRONTENDS, PEERS = auto(), auto(), auto()
@@ -33,8 +33,8 @@ class Place(Enum):
 
 @dataclass(eq=False)
 class Registration:
-    """Registers this worker with frontends, or with the KV routers of the other role, and takes it out of discovery.
-    `enter`, `leave` and `stand_by` may be called again, as after one that failed.
+    """Registers this worker with frontends or the other role's KV routers, and removes it from discovery. `enter`,
+    `leave` and `stand_by` may be repeated, as after a failure.
     """
 
     config: WorkerConfig
@@ -43,7 +43,7 @@ class Registration:
     cards: Cards
     readers: EngineReaders
     place: Place = Place.NONE
-    #: A renewal has failed on its way: some entries are still missing.
+    #: A renewal failed midway: some entries are missing.
     is_half_renewed: bool = False
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Registration:
         self._front = self.config.frontend_endpoint_id
 
     async def list_for_peers(self) -> None:
-        """Begin to serve, where peers call this worker; where none does, frontends find it after `enter`."""
+        """Begin to serve peers, if any call this worker; otherwise frontends find it after `enter`."""
         endpoint_id = self.config.worker_endpoint_id
         self.served.needed.add(endpoint_id)
         await self.listing.enter(endpoint_id)
@@ -59,7 +59,7 @@ class Registration:
     # -- what a switch needs
 
     async def enter(self) -> None:
-        """Be a first stage. Raises what Dynamo raises."""
+        """Become a first stage. Raises what Dynamo raises."""
         if self.place is Place.FRONTENDS:
             return
         if self.place is Place.PEERS:
@@ -69,8 +69,8 @@ class Registration:
         self.place = Place.FRONTENDS
 
     async def leave(self) -> None:
-        """Be a second stage. Requests that are being sent are still answered: the model is removed first, and the
-        instance after the grace period in which all frontends learn of that.
+        """Become a second stage. Removes the model first, and the instance after the grace period in which all
+        frontends learn of it: so requests in flight are still answered.
         """
         if self.place is Place.FRONTENDS:
             await self.cards.remove_from_frontends()
@@ -82,18 +82,18 @@ class Registration:
         await self.stand_by()
 
     async def stand_by(self) -> None:
-        """Be a second stage, which frontends do not call."""
-        if self.config.tells_peers and self.place is Place.NONE:
+        """Become a second stage, which frontends do not call."""
+        if self.config.informs_peers and self.place is Place.NONE:
             await self.cards.put_for_peers()
             self.place = Place.PEERS
 
     async def _register(self) -> None:
-        """Make this worker, which serves already, known to frontends, unless it has left discovery."""
+        """Make this serving worker known to frontends, unless it has left discovery."""
         if self.listing.is_closed:
             return
         await self.listing.enter(self._front)
         await self.runtime.client(self._front)  # made now: a new client lists no instance at first
-        needs = self.cards.kind.needs
+        needs = self.cards.card_type.needs
         pause = _FRONTENDS_SECONDS if needs else 0
         await asyncio.sleep(pause)
         try:
@@ -109,7 +109,7 @@ class Registration:
         self.served.needed.add(self._front)
 
     async def _is_alone(self) -> bool:
-        """Whether frontends know no other worker of its kind in this namespace. `_register` has made the client."""
+        """Whether frontends know no other worker of its card type here. `_register` made the client."""
         client = await self.runtime.client(self._front)
         return [*client.instance_ids()] == [self.runtime.instance_id]
 
@@ -119,7 +119,7 @@ class Registration:
         return self.is_half_renewed or await self.listing.is_lost()
 
     async def renew(self) -> None:
-        """Make every current entry in discovery again."""
+        """Create every current entry in discovery again."""
         self.is_half_renewed = True
         await self.listing.renew()
         self.readers.events.renew()
@@ -137,12 +137,12 @@ class Registration:
 
     @property
     def grace_seconds(self) -> float:
-        """Frontends may still send requests for so long."""
+        """Seconds in which frontends may still send requests."""
         return float(get_grace_period_seconds())
 
     async def hide(self, *, closes_namespace: bool) -> bool:
-        """Have frontends send nothing new here. They still reach this worker: they drop a request whose worker leaves
-        discovery before it answers. Returns whether they knew it.
+        """Stop new requests of frontends. The worker stays reachable, since frontends drop a request whose worker
+        leaves discovery before it answers. Returns whether they knew it.
         """
         if not self.cards.are_at_frontends:
             return False
@@ -153,11 +153,11 @@ class Registration:
         return True
 
     async def unlist(self) -> None:
-        """Leave discovery, for good. Requests that run, or are being sent, are still answered."""
-        self.listing.is_closed = True  # also where the next step hangs
+        """Leave discovery for good. Requests that run or are in flight are still answered."""
+        self.listing.is_closed = True  # even if the next step hangs
         try:
-            # First: a frontend serves no model while one of its cards has no instance.
+            # First: a frontend stops serving a model if one of its cards has no instance.
             await self.cards.close()
         except Exception as error:
-            log.warning("this worker's card cannot be removed from discovery: %s", error)
+            log.warning("cannot remove this worker's card from discovery: %s", error)
         await self.listing.close()

@@ -1,4 +1,4 @@
-"""Metrics of requests, of this project and of TensorRT-LLM's own server, updated when a request ends."""
+"""Request metrics of this project and of TensorRT-LLM's server, updated when a request ends."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _BYTES = tuple(4.0**power for power in range(6, 18))
 
 _LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _DECADES = (0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-#: Key of TensorRT-LLM's `metrics_dict` -> (name, text, buckets). Buckets as in TensorRT-LLM, so that both add up.
+#: Key of TensorRT-LLM's `metrics_dict` -> (name, text, buckets), with TensorRT-LLM's buckets, so that both add up.
 _ENGINE_HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
-    "e2e": ("e2e_request_latency_seconds", "From a request's arrival in the engine to its last token", _LONG),
+    "e2e": ("e2e_request_latency_seconds", "From arrival in the engine to the last token", _LONG),
     "ttft": (
         "time_to_first_token_seconds",
-        "From a request's arrival in the engine to its first token there",
+        "From arrival in the engine to its first token",
         (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, *_DECADES, 160.0, 640.0, 2560.0),
     ),
     "tpot": (
         "time_per_output_token_seconds",
-        "Between two tokens, on average over a request",
+        "Mean time between tokens of a request",
         (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, *_DECADES),
     ),
     "request_queue_time": ("request_queue_time_seconds", "From arrival to the first step", _LONG),
@@ -46,31 +46,31 @@ _ENGINE_HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...]]] = {
 }
 _FINISHED_REASON = "finished_reason"
 
-#: Values of the label `phase` beside the two phases: a request of a frontend, and one that a first stage has passed on,
-#: which is counted as whole there.
+#: Values of the label `phase` besides the two phases: a frontend's request, and one that a first stage relayed, which
+#: counts as whole there.
 WHOLE, RELAYED = "whole", "relayed"
 
-#: The buckets in which Dynamo counts a worker's requests.
+#: Dynamo's buckets for a worker's requests.
 _DYNAMO_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 
 class RequestMetrics:
-    """Counts requests that end on this worker: whole ones of frontends, each on one worker only, those that another
-    first stage has passed on (`relayed`), and single phases. Series for rates exist from the start.
+    """Counts requests that end on this worker: frontends' whole requests, each on one worker only, relayed ones, and
+    single phases. Series for rates exist from the start.
     """
 
     def __init__(
         self, from_frontends: str = WHOLE, *, decode_sends_all: bool = False, instance_id: int | None = None
     ) -> None:
-        """`from_frontends`: the phase of a request that a frontend sends (`phase_of_frontends`). `decode_sends_all`:
-        the first token, too, comes from the decode worker (generation_first), not from prefill. `instance_id`: this
-        worker, which may pull its own prefills from the prefill queue.
+        """`from_frontends`: the phase of a frontend's request (`phase_of_frontends`). `decode_sends_all`: the decode
+        worker also sends the first token (generation_first). `instance_id`: this worker, which may take its own
+        prefills from the prefill queue.
         """
         self._from_frontends = from_frontends
         self._decode_sends_all = decode_sends_all
         self._own_name = None if instance_id is None else f"{instance_id:x}"
         self.registry = CollectorRegistry()
-        self._ways = LabelValues(*STRATEGIES, "local")
+        self._strategies = LabelValues(*STRATEGIES, "local")
         self._reasons, self._steps, self._causes = LabelValues(), LabelValues(), LabelValues()
 
         def counter(name: str, text: str, *names: str) -> Counter:
@@ -79,33 +79,21 @@ class RequestMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...], *names: str) -> Histogram:
             return Histogram(PREFIX + name, text, names, registry=self.registry, buckets=buckets)
 
-        self._requests = counter(
-            "requests",
-            "Whole requests of frontends that ended on this worker: what ran, why, and the last fallback step",
-            *("strategy", "reason", "fallback"),
-        )
-        went_on = "Fallback steps: where a request went on, and after which failure"
-        self._fallbacks = counter("fallbacks", went_on, "to", "cause")
-        first_tokens = counter(
-            "first_tokens",
-            "First tokens of whole requests, by source: own_engine, prefill_worker, decode_worker "
-            "(generation_first), or other_first_stage where the request was relayed",
-            "source",
-        )
-        relayed = "Tokens that came from another worker and went on to the frontend"
-        self._relayed = counter("relayed_tokens", relayed)
-        left = "Requests that their client left, by how far they were"
+        ended = "Client requests that ended on this worker"
+        self._requests = counter("requests", ended, "strategy", "reason", "fallback")
+        self._fallbacks = counter("fallbacks", "Fallback steps", "to", "cause")
+        first_tokens = counter("first_tokens", "First tokens of client requests, by source", "source")
+        self._relayed = counter("relayed_tokens", "Tokens relayed from another worker to the frontend")
+        left = "Requests cancelled by their client, by progress"
         self._cancelled = counter("cancelled", left, "phase", "point")
-        arrived = "From a request's arrival on this worker to its"
+        arrived = "From arrival to the"
         seconds = histogram("request_seconds", f"{arrived} end", _SECONDS, "phase")
         first = histogram("first_chunk_seconds", f"{arrived} first tokens", _SECONDS, "phase")
-        gap = "From the first tokens to the next ones: in two stages, handoff, KV transfer and the first decode step"
+        gap = "From the first to the next tokens; in two stages: handoff, KV transfer, first decode step"
         second = histogram("second_chunk_gap_seconds", gap, _SECONDS, "phase")
-        self._transfer_seconds = histogram(
-            "kv_transfer_seconds", "How long the KV of one request was on its way to this worker", _SECONDS
-        )
-        self._transfer_bytes = histogram("kv_transfer_bytes", "How much KV came for one request", _BYTES)
-        phases = (WHOLE, RELAYED, "prefill", "decode", "cached")
+        self._transfer_seconds = histogram("kv_transfer_seconds", "KV transfer time per request", _SECONDS)
+        self._transfer_bytes = histogram("kv_transfer_bytes", "KV received per request", _BYTES)
+        phases = (WHOLE, RELAYED, "prefill", "decode")
         self._times = {phase: [each.labels(phase) for each in (seconds, first, second)] for phase in phases}
         for phase in phases:
             for point in CANCEL_POINTS:
@@ -119,7 +107,7 @@ class RequestMetrics:
         phase = self._phase(end)
         if trace.strategy and phase == WHOLE:
             self._requests.labels(
-                self._ways.bound(trace.strategy),
+                self._strategies.bound(trace.strategy),
                 self._reasons.bound(trace.reason or "none"),
                 self._steps.bound(trace.steps[-1][0] if trace.steps else "none"),
             ).inc()
@@ -136,13 +124,13 @@ class RequestMetrics:
                 source = self._source(trace.facts)
                 self._first_tokens[source].inc()
                 if trace.facts.keys() & {"decode_instance", "first_stage"}:
-                    # An answer may end without any token, and its only chunk is then the end.
+                    # An answer without tokens has only the end chunk.
                     self._relayed.inc(max(0, end.num_tokens - (source == OWN_ENGINE)))
             if end.second_chunk is not None:
                 second.observe(end.second_chunk - end.first_chunk)
         if end.transfer is not None:
-            taken, num_bytes = end.transfer
-            self._transfer_seconds.observe(taken)
+            duration, num_bytes = end.transfer
+            self._transfer_seconds.observe(duration)
             self._transfer_bytes.observe(num_bytes)
 
     def _source(self, facts: Mapping[str, Any]) -> str:
@@ -160,19 +148,19 @@ class RequestMetrics:
 
 
 def phase_of_frontends(config: WorkerConfig) -> str:
-    """Under `router` a frontend asks a prefill worker for its phase alone, without saying so."""
-    is_half = config.role is Role.PREFILL and not spec_of(config.strategy).is_worker_side
+    """Under `router` a frontend asks a prefill worker only for its phase, without saying so."""
+    is_half = config.role is Role.PREFILL and not spec_of(config.strategy).is_run_by_workers
     return "prefill" if is_half else WHOLE
 
 
-#: Indexed by the number of chunks that had been sent, 2 standing for more, too.
+#: By the number of sent chunks; 2 means at least two.
 CANCEL_POINTS = ("before_first_token", "before_second_chunk", "streaming")
 OWN_ENGINE = "own_engine"
 FIRST_TOKEN_SOURCES = (OWN_ENGINE, "prefill_worker", "decode_worker", "other_first_stage")
 
 
 class EngineRequestMetrics:
-    """The engine's own measurements of finished requests, under the names of TensorRT-LLM's server."""
+    """The engine's measurements of finished requests, under the names of TensorRT-LLM's server."""
 
     def __init__(self, model_name: str) -> None:
         ours = Labelled({"model_name": model_name, "engine_type": "trtllm"})
@@ -182,18 +170,18 @@ class EngineRequestMetrics:
             for key, (name, text, buckets) in _ENGINE_HISTOGRAMS.items()
         }
         self._tokens = {
-            "prompt_tokens": ours.counter("trtllm_prompt_tokens", "Tokens of prompts"),
-            "generation_tokens": ours.counter("trtllm_generation_tokens", "Tokens of answers"),
+            "prompt_tokens": ours.counter("trtllm_prompt_tokens", "Prompt tokens"),
+            "generation_tokens": ours.counter("trtllm_generation_tokens", "Answer tokens"),
         }
         self._reasons = LabelValues("length", "stop", "cancelled")
-        success, text = "trtllm_request_success", "Requests that the engine finished, by how"
+        success, text = "trtllm_request_success", "Finished requests, by reason"
         self._finished = Counter(success, text, [*ours.labels, _FINISHED_REASON], registry=self.registry)
         self._mode = ours.labels.values()
         for reason in ("length", "stop"):
             self._finished.labels(*self._mode, reason)
 
     def ended(self, end: RequestEnd) -> None:
-        # TensorRT-LLM's keys are members of an enum, except one that is a string.
+        # TensorRT-LLM's keys are enum members, except one string.
         measured = {str(getattr(key, "value", key)): value for key, value in end.trace.measured.items()}
         reason = measured.get(_FINISHED_REASON)
         if reason is None:
@@ -203,14 +191,14 @@ class EngineRequestMetrics:
             if measured.get(key):
                 histogram.observe(measured[key])
         for key, counter in self._tokens.items():
-            counter.inc(measured.get(key) or (len(end.request.token_ids) if key == "prompt_tokens" else 0))
+            counter.inc(measured.get(key) or (end.request.num_prompt if key == "prompt_tokens" else 0))
 
 
 class FrontendRequests:
-    """Counts requests from frontends under the component of this worker's role, by which Dynamo's dashboards query
-    them. Dynamo itself counts them under the component of the endpoint that both roles share.
+    """Counts frontends' requests under the component of this worker's role, as Dynamo's dashboards query them. Dynamo
+    counts them under the component of the endpoint that both roles share.
 
-    Without the label `model`, so that a sum over a model's requests has each of them once.
+    Without the label `model`, so that a sum over a model's requests counts each once.
     """
 
     def __init__(self, config: WorkerConfig, instance_id: int) -> None:
@@ -222,7 +210,7 @@ class FrontendRequests:
         }
         ours = Labelled(here)
         self.registry = ours.registry
-        text = "Requests that frontends sent to a first stage, by its role"
+        text = "Client requests at a first stage, by its role"
         prefix = name_prefix.COMPONENT
         self._requests = ours.counter(f"{prefix}_{work_handler.REQUESTS_TOTAL}", text)
         seconds = f"{prefix}_{work_handler.REQUEST_DURATION_SECONDS}"
@@ -234,5 +222,5 @@ class FrontendRequests:
             self._seconds.observe(end.seconds)
 
     def expose(self, endpoint: Any) -> None:
-        # Dynamo's page already has the HELP and TYPE lines of these metrics, which may be there only once.
+        # Dynamo's page already has these metrics' HELP and TYPE lines, which may appear only once.
         register_engine_metrics_callback(endpoint, self.registry, exclude_prefixes=["# "])

@@ -1,4 +1,4 @@
-"""The port of a worker's /health and /metrics, which Dynamo reads from the environment."""
+"""Checks the port of a worker's /health and /metrics, which Dynamo reads from the environment."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from trtllm_disagg.errors import ConfigError
 
 _SYSTEM_PORT, _SYSTEM_HOST, _NO_PORT = "DYN_SYSTEM_PORT", "DYN_SYSTEM_HOST", "-1"
-#: Dynamo reads the number as a signed one of 16 bits.
+#: Dynamo reads a signed 16-bit number.
 _HIGHEST_PORT = 2**15 - 1
 
 
 def require_system_port(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError when the port of /health and /metrics is set, and Dynamo, which would serve without metrics,
-    cannot read or open it.
+    """Raises ConfigError if the port of /health and /metrics is set, but Dynamo cannot read or open it: Dynamo would
+    serve without metrics.
     """
     port = environ.get(_SYSTEM_PORT, "")
     if not port or port.startswith("-"):
@@ -36,7 +36,7 @@ def require_system_port(environ: Mapping[str, str]) -> None:
 
 @contextmanager
 def without_system_port() -> Iterator[None]:
-    """A runtime made inside opens no system port. The variable stays: another thread may be copying all of them."""
+    """A runtime made inside opens no system port. The variable stays: another thread may be copying them."""
     port = os.environ.get(_SYSTEM_PORT, _NO_PORT)
     os.environ[_SYSTEM_PORT] = _NO_PORT
     try:
@@ -46,7 +46,7 @@ def without_system_port() -> Iterator[None]:
 
 
 def _can_be_host(text: str) -> bool:
-    """Python's sockets raise TypeError or ValueError for other texts, and leave a socket open."""
+    """For other texts Python's sockets raise TypeError or ValueError, and leak a socket."""
     try:
         text.encode("idna")
     except UnicodeError:

@@ -1,4 +1,4 @@
-"""Dynamo's runtime in one role term of a worker: its own endpoints, and the endpoints of the other workers."""
+"""Dynamo's runtime in one role term: this worker's endpoints, and the other workers'."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.config.settings import endpoint_of, parse_endpoint_id
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Route
-from trtllm_disagg.dynamo_runtime.discovery import Clients, DynamoDirectory, KvOverlaps, described
+from trtllm_disagg.dynamo_runtime.discovery import Clients, DynamoDirectory, described
 from trtllm_disagg.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -23,37 +23,37 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What this worker's model card tells the frontend about its engine."""
+    """What this worker's model card tells the frontend about the engine."""
 
     block_size: int
     num_blocks: int
     max_batch_size: int
     max_num_tokens: int
-    #: None: the frontend takes the model's own limit.
+    #: None: the frontend uses the model's limit.
     max_seq_len: int | None
     #: Number of attention-DP ranks; each has its own cache.
     num_ranks: int = 1
 
 
 class Runtime:
-    """From its construction to `shutdown`, or until Dynamo ends it because its lease in discovery is over."""
+    """Lives until `shutdown`, or until its lease in discovery ends."""
 
     def __init__(self, config: WorkerConfig, dynamo: Any = None, clients: Clients | None = None) -> None:
         """`dynamo`: Dynamo's runtime; None: a new one. `clients`: of other workers; None: they end with this runtime.
-        Raises ConfigError when discovery cannot be reached.
+        Raises ConfigError if discovery cannot be reached.
         """
         self._config = config
         self._dynamo = dynamo or _open(config)
-        #: This worker's own endpoints by id: where frontends call it while it is a first stage, and where peers call
-        #: it. One endpoint on a worker that may not be switched.
+        #: This worker's endpoints by id: where frontends call it while it is a first stage, and where peers call it.
+        #: They are one on a worker that may not be switched.
         self.own = {
             each: self.endpoint(each) for each in (config.frontend_endpoint_id, config.worker_endpoint_id)
         }
-        #: The same at both endpoints.
+        #: Equal at both endpoints.
         self.instance_id: int = self.endpoint_for_frontends.connection_id()
-        #: What this worker says of itself.
+        #: This worker's description.
         self.describe: Callable[[], dict[str, Any]] = dict
-        self._clients = clients or Clients(config, self._dynamo)
+        self.clients = clients or Clients(config, self._dynamo)
         self._is_shut_down = False
 
     @property
@@ -76,31 +76,27 @@ class Runtime:
         await (await self.client(endpoint_id)).wait_for_instances()
 
     async def stage(self, endpoint_id: str) -> DynamoDirectory:
-        """The instances at an endpoint, as discovery lists them at each use."""
+        """The instances at an endpoint that discovery lists at each use."""
         return DynamoDirectory(await self.client(endpoint_id))
 
-    def overlaps(self, endpoint_id: str, block_size: int) -> KvOverlaps:
-        """Tells how much of a prompt the instances at an endpoint have cached."""
-        return self._clients.overlaps(endpoint_id, block_size)
-
     async def peer_descriptions(self, endpoint_id: str) -> list[dict[str, Any]]:
-        """The descriptions of the instances at an endpoint now, without instances that do not answer."""
+        """The current descriptions of the instances at an endpoint, without silent ones."""
         client = await self.client(endpoint_id)
         answers = await asyncio.gather(*(described(client, i) for i in client.instance_ids()))
         return [answer for answer in answers if answer is not None]
 
     async def list_instances(self) -> list[DescribedInstance]:
-        """Every worker that requests of this namespace could reach, with its description of now."""
+        """Every worker that this namespace's requests could reach, with its current description."""
         config = self._config
         usual = (endpoint_of(config.namespace, role) for role in (None, Role.PREFILL, Role.DECODE))
-        # First those that it has clients of anyway.
+        # First the endpoints that have clients anyway.
         first = [each for each in (config.peer_endpoint_id, config.endpoint_id) if each]
         endpoint_ids = dict.fromkeys([*first, config.worker_endpoint_id, config.frontend_endpoint_id, *usual])
-        return await self._clients.list_instances(endpoint_ids, self.instance_id, self.describe)
+        return await self.clients.list_instances(endpoint_ids, self.instance_id, self.describe)
 
     async def client(self, endpoint_id: str) -> Any:
-        """The one client of an endpoint: each one watches the discovery directory, and a user may have 128 watches."""
-        return await self._clients.of(endpoint_id)
+        """An endpoint's only client: each watches the discovery directory, and a user may have 128 watches."""
+        return await self.clients.of(endpoint_id)
 
     def shutdown(self) -> None:
         if not self._is_shut_down:
@@ -109,7 +105,7 @@ class Runtime:
 
 
 def _open(config: WorkerConfig) -> Any:
-    """Raises ConfigError when the discovery cannot be reached: `kubernetes` outside of a pod, for example."""
+    """Raises ConfigError if discovery cannot be reached, for example `kubernetes` outside a pod."""
     backend = config.discovery_backend
     if backend == "etcd":
         where = os.environ.get("ETCD_ENDPOINTS", "http://localhost:2379")

@@ -1,6 +1,6 @@
-"""What only some engines can do beyond TensorRT-LLM's LLM API, and what happens with an engine that cannot.
+"""What only some engines can do beyond TensorRT-LLM's LLM API, and what happens with the others.
 
-An engine is asked once, after it has started. A test keeps the table of `docs/explanation/tensorrt-llm.md` equal.
+An engine is asked once, after its start. A test compares the table in `docs/explanation/tensorrt-llm.md`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """`is_there` tells whether an LLM has it; `without` describes what happens with an LLM that has not."""
+    """`is_there`: whether an LLM has it; `without`: what happens if not."""
 
     name: str
     is_there: Callable[[Any], bool]
@@ -54,7 +54,7 @@ IS_EXACT = Capability(
     "an answer goes on elsewhere behind the tokens that the client has, which may differ from what it would have been",
 )
 REPORTS_ITS_LENGTH = Capability(
-    "tell its longest sequence",
+    "report its longest sequence",
     lambda llm: _reported_length(llm) is not None,
     "the model card has no context_length, the frontend reads the model's own, and the engine refuses what is too long",
 )
@@ -63,18 +63,18 @@ NAMES_ERRORS = Capability(
     _is_true("names_errors"),
     "the words of its message decide: a length, an option or a guide is the caller's fault (400), a failed "
     "KV transfer goes to the next fallback step, the "
-    "rest is the engine's (500)",
+    "others are the engine's (500)",
 )
 HAS_CONTEXT_ENDPOINT = Capability(
     "offer a context endpoint to decode engines",
     lambda llm: bool((getattr(llm, "disaggregated_params", None) or {}).get("ctx_info_endpoint")),
     "--schedule-style generation_first is refused at the start",
 )
-EXPORTS_CACHED = Capability(
-    "hand out what its cache holds",
-    _is_true("exports_cached"),
-    "in prefill_first the next turn's prefill computes the answer before it again; --pull-min-tokens above 0 is "
-    "refused at the start (TensorRT-LLM's `kv_transfer_only`, PR 15736, is in no release)",
+REPORTS_CACHED_PROMPTS = Capability(
+    "give log probabilities of a prompt with a cached prefix",
+    _is_true("reports_cached_prompts"),
+    "a request for them (`echo`, `prompt_logprobs`) reuses no cached KV, by a cache salt of its own, and is aborted at "
+    "its first output at the earliest: before, an abort would damage the answers to other requests",
 )
 TAKES_RANKS = Capability(
     "take a rank of attention DP", _takes("scheduling_params"), "enable_attention_dp is refused at the start"
@@ -90,7 +90,7 @@ CAPABILITIES = (
     REPORTS_ITS_LENGTH,
     NAMES_ERRORS,
     HAS_CONTEXT_ENDPOINT,
-    EXPORTS_CACHED,
+    REPORTS_CACHED_PROMPTS,
     TAKES_RANKS,
     TAKES_PRIORITIES,
 )
@@ -101,20 +101,20 @@ class Capabilities:
 
     def __init__(self, llm: Any) -> None:
         self._there = {each.name for each in CAPABILITIES if each.is_there(llm)}
-        #: Tokens of prompt and answer together; None when the engine does not report it.
+        #: Tokens of prompt and answer; None if not reported.
         self.max_seq_len = _reported_length(llm)
 
     def __contains__(self, capability: Capability) -> bool:
         return capability.name in self._there
 
     def missing(self) -> list[str]:
-        """One line for each missing capability, for the log of a start."""
+        """One line per missing capability, for the start's log."""
         return [f"{each.name}: {each.without}" for each in CAPABILITIES if each not in self]
 
 
 def _reported_length(llm: Any) -> int | None:
-    """The longest sequence that the loaded engine reports, else its configured value. The model's number of positions
-    does not count: engines stretch it, and shorten it to what the KV cache holds.
+    """The longest sequence by the loaded engine's report, else its configuration. The model's positions do not count:
+    engines stretch them, and shorten them to the KV cache.
     """
     for length in (
         getattr(llm, "max_seq_len", None),
@@ -126,21 +126,26 @@ def _reported_length(llm: Any) -> int | None:
 
 
 def kv_transport_of(llm: Any) -> str | None:
-    """The transport that the engine reports, else the configured one, which may be DEFAULT."""
+    """The reported transport, else the configured one, perhaps DEFAULT."""
     configured = _configured(llm, "cache_transceiver_config", "backend")
     transport: str | None = getattr(llm, "kv_transport", None) or configured
     return transport
 
 
 def event_buffer_of(llm: Any) -> int:
-    """The number of cache events that the engine keeps until they are polled."""
+    """The number of cache events that the engine keeps until a poll."""
     return _configured(llm, "kv_cache_config", "event_buffer_max_size") or 0
 
 
 def block_size_of(llm: Any) -> int | None:
-    """Tokens of a KV block, as the engine was told or as it chose for its model. None when it does not say."""
+    """Tokens per KV block, configured or chosen by the engine; None if not reported."""
     size: int | None = _configured(llm, "kv_cache_config", "tokens_per_block")
     return size
+
+
+def reuses_blocks(llm: Any) -> bool:
+    """Whether the engine keeps blocks for later prompts; true if not reported."""
+    return _configured(llm, "kv_cache_config", "enable_block_reuse") is not False
 
 
 def _configured(llm: Any, group: str, name: str) -> Any:

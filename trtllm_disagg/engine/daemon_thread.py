@@ -1,4 +1,4 @@
-"""Runs calls of the engine that may block for ever, without keeping the process alive."""
+"""Runs engine calls that may block for ever without keeping the process alive."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 def in_daemon_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """The result of `work`, or its error. Cancelling it leaves the thread behind, which ends with the process;
-    a thread of asyncio's executor would be waited for when the event loop is closed.
+    """The result or error of `work`. A cancelled call leaves its thread until the process ends; closing the event loop
+    would wait for a thread of asyncio's executor.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
@@ -29,7 +29,7 @@ def in_daemon_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
             settling = partial(settle, outcome.set_result, work())
         except BaseException as error:
             settling = partial(settle, outcome.set_exception, error)
-        with contextlib.suppress(RuntimeError):  # the event loop has ended and did not wait that long
+        with contextlib.suppress(RuntimeError):  # the event loop ended without waiting
             loop.call_soon_threadsafe(settling)
 
     threading.Thread(target=run, name=name, daemon=True).start()

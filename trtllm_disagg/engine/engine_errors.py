@@ -1,29 +1,32 @@
-"""Errors that an engine raises for a request become DisaggErrors."""
+"""Turns an engine's errors for a request into DisaggErrors."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from trtllm_disagg.errors import DisaggError, RequestCancelledError, WorkerLeavingError
 
-if TYPE_CHECKING:
-    from trtllm_disagg.engine.engine import Engine
+
+class FailingEngine(Protocol):
+    death: str | None
+
+    async def failure(self, error: Exception) -> DisaggError: ...
 
 
 class EngineErrors:
-    """The context manager around each wait for a request. It is a class: one made of a generator takes 3 us.
+    """The context manager around each wait for a request; a class, since a generator's takes 3 us.
 
-    Raises a DisaggError for an error of the engine, WorkerLeavingError where the engine's death has cancelled the wait,
-    and RequestCancelledError where the engine has not ended a request that was aborted. `on_failure` is called when
-    nothing more comes of the request.
+    Raises a DisaggError for an engine's error, WorkerLeavingError if the engine's death cancelled the wait,
+    RequestCancelledError if the engine did not end an aborted request. Calls `on_failure` when the request yields no
+    more.
     """
 
     __slots__ = ("_engine", "_on_failure")
 
-    def __init__(self, engine: Engine, on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, engine: FailingEngine, on_failure: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
         self._on_failure = on_failure
 
@@ -31,7 +34,10 @@ class EngineErrors:
         pass
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is None:
             return
@@ -40,7 +46,7 @@ class EngineErrors:
             self._on_failure()
         if isinstance(error, asyncio.CancelledError):
             task = asyncio.current_task()
-            if task is not None and task.cancelling() > 0:  # another task has cancelled this one
+            if task is not None and task.cancelling() > 0:  # another task cancelled this one
                 return
             if death is not None:
                 raise WorkerLeavingError(f"the engine is dead: {death}") from None

@@ -1,4 +1,4 @@
-"""What an engine can take, as its worker's description says it to the workers of the other role."""
+"""What an engine can take, as its worker describes it to peers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trtllm_disagg.types import GenerateRequest
 
 
 class Described(msgspec.Struct, frozen=True):
-    """A part of a worker's description, in which None stands for what is not known."""
+    """A part of a worker's description; None: unknown."""
 
     @classmethod
     def described(cls, description: object) -> Self:
-        """That in a description; nothing is known of another version's that cannot be read."""
+        """Read a description; all is unknown if it cannot be read, as another version's."""
         try:
             return msgspec.convert(description, cls)
         except msgspec.ValidationError:
@@ -27,15 +27,15 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class EngineFacts(Described, frozen=True):
-    """A fact that is not known is None: then only the engine can refuse a request for it."""
+    """An unknown fact is None: then only the engine can refuse a request for it."""
 
-    #: Tokens of a prompt and its answer.
+    #: Tokens of prompt and answer.
     max_seq_len: int | None = None
-    #: Tokens of the longest prompt, where the engine has to prefill in one step.
+    #: Tokens of the longest prompt, if the engine must prefill in one step.
     longest_step: int | None = None
     #: Whether it decodes with guides.
     has_guides: bool | None = None
-    #: Requests in a step of each attention-DP rank, and the number of those ranks.
+    #: Requests per step of an attention-DP rank, and the number of ranks.
     max_batch_size: int | None = None
     num_ranks: int = 1
 
@@ -46,18 +46,18 @@ class EngineFacts(Described, frozen=True):
 
     @classmethod
     def of(cls, max_seq_len: int | None, engine_args: Any) -> EngineFacts:
-        """`engine_args`: those of the LLM; None where they are not known."""
+        """`engine_args`: the LLM's; None: unknown."""
         if engine_args is None:
             return cls(max_seq_len)
         is_chunked = getattr(engine_args, "enable_chunked_prefill", True)
         longest_step = None if is_chunked else getattr(engine_args, "max_num_tokens", None) or None
         has_guides = getattr(engine_args, "guided_decoding_backend", None) is not None
-        most = getattr(engine_args, "max_batch_size", None)
-        return cls(max_seq_len, longest_step, has_guides, most, num_ranks_of(engine_args))
+        limit = getattr(engine_args, "max_batch_size", None)
+        return cls(max_seq_len, longest_step, has_guides, limit, num_ranks_of(engine_args))
 
     def why_less_than(self, other: EngineFacts, prefills: bool) -> str | None:
-        """Why this engine cannot take the place of another one, or None. A frontend keeps one context length for a
-        model, so a longer one is no better than a shorter one.
+        """Why this engine cannot replace another, or None. A frontend keeps one context length per model, so a longer
+        one is no better than a shorter one.
         """
         if None not in (self.max_seq_len, other.max_seq_len) and self.max_seq_len != other.max_seq_len:
             return f"max_seq_len {other.max_seq_len}; here it is {self.max_seq_len}"
@@ -70,23 +70,23 @@ class EngineFacts(Described, frozen=True):
         return None
 
     def why_unfit(self, request: GenerateRequest, *, computes_prompt: bool = True) -> str | None:
-        """Why this engine refuses the request, or None. `computes_prompt`: false for a decode with another's KV."""
-        count = len(request.token_ids)
+        """Why this engine refuses the request, or None. `computes_prompt`: false for a decode with fetched KV."""
+        count = request.num_prompt
         if self.max_seq_len is not None and count >= self.max_seq_len:
-            most = self.max_seq_len - 1
-            return f"the prompt has {count} tokens; max_seq_len {self.max_seq_len} leaves room for at most {most}"
+            limit = self.max_seq_len - 1
+            return f"the prompt has {count} tokens; max_seq_len {self.max_seq_len} leaves room for at most {limit}"
         if computes_prompt and self.longest_step is not None and count > self.longest_step:
             return (
                 f"the prompt has {count} tokens, and max_num_tokens is {self.longest_step}; longer prompts need "
                 "enable_chunked_prefill"
             )
-        if request.sampling.is_guided and self.has_guides is False:
-            # TensorRT-LLM would ignore the guide: the answer could be any text.
+        if self.has_guides is False and request.sampling.is_guided:
+            # TensorRT-LLM would ignore the guide.
             flag = "a worker's --guided-decoding-backend"
             return f"guided decoding needs guided_decoding_backend, which is not set ({flag})"
         return None
 
     def room(self, request: GenerateRequest) -> int | None:
-        """The number of tokens that end an answer here; None where only the engine knows it."""
-        room = None if self.max_seq_len is None else self.max_seq_len - len(request.token_ids)
+        """The number of tokens at which an answer ends here; None: only the engine knows."""
+        room = None if self.max_seq_len is None else self.max_seq_len - request.num_prompt
         return min(filter(None, (request.stop.max_tokens, room)), default=None)

@@ -1,4 +1,4 @@
-"""Counts the handoffs with KV that may still be read, as far as this worker can know, where the engine does not."""
+"""Counts the handoffs whose KV may still be read, for engines that do not count them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 from trtllm_disagg.types import GenerateRequest
 
-#: A record of statistics arrives within this time after the step that it describes.
+#: A step's statistics arrive within this time.
 _DELAY_SECONDS = 1.0
-#: A handoff is forgotten after this time, even if its lease is longer.
+#: A handoff is forgotten after this time, even under a longer lease.
 _LONGEST_SECONDS = 600.0
-#: Handoffs that are made between two removals of the expired ones: most never end in any other way.
+#: Handoffs between two removals of expired ones: most end in no other way.
 _BETWEEN_REMOVALS = 1024
-#: A drain begins within this share of the lease, so that it has time to fetch.
+#: A drain begins within this share of the lease, to have time to fetch.
 _DRAINED_SHARE = 0.75
 _DEFAULT_LEASE_MS = 60_000
 
 
 class HandoffsHeld:
-    """A handoff ends when decode is known to have its KV, when later statistics show that the engine holds no KV, or
-    with its lease. Missing statistics do not mean that it holds none.
+    """A handoff ends when decode is known to have its KV, when later statistics show no KV in the engine, or with its
+    lease. Missing statistics do not mean no KV.
     """
 
     def __init__(self, lease_seconds: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,18 +34,18 @@ class HandoffsHeld:
         self._ids = itertools.count()
         #: Number of a handoff -> when it was made.
         self._made: dict[int, float] = {}
-        #: Rank -> whether its newest record shows no KV in use.
+        #: Rank -> whether its newest record shows no used KV.
         self._holds_none: dict[Any, bool] = {}
-        #: When the newest record came, if no rank holds any KV.
+        #: When the newest record came, if no rank holds KV.
         self._quiet_since: float | None = None
 
     def may_be_drained(self, request: GenerateRequest) -> bool:
-        """False near the end of its lease: a decode that finds no KV waits for its own timeout, or for ever."""
+        """False near the lease's end: a decode that finds no KV waits for its timeout, or for ever."""
         made_at = request.kv_made_at
         return made_at is None or self._clock() - made_at < self._drain_seconds
 
     def hold(self) -> Callable[[], None]:
-        """Count one handoff. Returns a function that ends it, and may be called more than once."""
+        """Count a handoff. Returns an idempotent function that ends it."""
         number = next(self._ids)
         if number % _BETWEEN_REMOVALS == 0:
             self._end_expired()
@@ -57,7 +57,7 @@ class HandoffsHeld:
         return len(self._made)
 
     def oldest_seconds(self) -> float:
-        """For how long the oldest handoff has been held; 0 when there is none."""
+        """Age of the oldest handoff; 0 without any."""
         self._end_expired()
         made = list(self._made.values())
         return max(0.0, self._clock() - min(made)) if made else 0.0
@@ -67,7 +67,7 @@ class HandoffsHeld:
         return bool(self._holds_none)
 
     def update(self, stat: Mapping[str, Any]) -> None:
-        """Read one record of `get_stats_async`; every attention-DP rank sends its own. Thread-safe."""
+        """Read a record of `get_stats_async`; every attention-DP rank sends its own. Thread-safe."""
         self._holds_none[stat.get("attentionDpRank")] = _holds_none(stat)
         if not all(list(self._holds_none.values())):
             self._quiet_since = None
@@ -79,7 +79,7 @@ class HandoffsHeld:
         now, quiet_since = self._clock(), self._quiet_since
         self._end_before(now - self.lease_seconds)
         if quiet_since is not None and now - quiet_since >= _DELAY_SECONDS:
-            # A record of a step with a handoff made before `quiet_since` would have arrived by now.
+            # The record of a step after a handoff made before `quiet_since` would be here by now.
             self._end_before(quiet_since)
 
     def _end(self, number: int) -> None:
@@ -92,15 +92,15 @@ class HandoffsHeld:
 
 
 def lease_seconds_of(args: Mapping[str, Any]) -> float:
-    """How long the engine keeps KV that is not fetched; infinity where kv_transfer_timeout_ms is None."""
+    """Seconds that the engine keeps unfetched KV; infinity if kv_transfer_timeout_ms is None."""
     transceiver = args.get("cache_transceiver_config") or {}
     milliseconds = transceiver.get("kv_transfer_timeout_ms", _DEFAULT_LEASE_MS)
     return math.inf if milliseconds is None else milliseconds / 1000
 
 
 def _holds_none(stat: Mapping[str, Any]) -> bool:
-    """In TensorRT-LLM requests with KV that is still to be read are not active, so no block may be in use either. A
-    block that the engine keeps for itself can only make handoffs appear to last longer, never shorter.
+    """Requires zero used blocks too: TensorRT-LLM's requests with unread KV are not active. A block that the engine
+    keeps for itself can only make handoffs appear to last longer.
     """
     active = stat.get("numActiveRequests", 1) + stat.get("numQueuedRequests", 0)
     return bool(active == 0 and (stat.get("kvCacheStats") or {}).get("usedNumBlocks") == 0)

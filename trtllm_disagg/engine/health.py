@@ -1,7 +1,7 @@
-"""Checks the engine's health, detects an engine that is stalled although it says that it is healthy, and closes it.
+"""Checks the engine's health, detects a stall of an engine that reports it is healthy, and closes the engine.
 
-TensorRT-LLM may block the thread that calls a dead rank. So the event loop that serves requests does not call it, and
-when the event loop is blocked all the same, the process ends.
+TensorRT-LLM may block the thread that calls a dead rank. So the event loop never calls it, and if the event loop is
+blocked all the same, the process ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,39 +23,53 @@ from trtllm_disagg.types import GenerateRequest
 log = logging.getLogger(__name__)
 
 
-#: The shortest time between two checks, and the longest between two looks at `Engine.fatal_error`.
-_LEAST_BETWEEN, _MOST_BETWEEN_LOOKS = 0.05, 0.5
-#: With what finding the death takes, and the rest of the process, this ends a worker within 5 s of its engine's death.
+#: The minimum time between two checks, and the maximum between two looks at `Engine.fatal_error`.
+_LEAST_BETWEEN, _MAX_BETWEEN_LOOKS = 0.05, 0.5
+#: With the time to detect the death and end the process, a worker ends within 5 s of its engine's death.
 _SHUTDOWN_DEAD = 4.0
 
-#: Looks in one stall timeout. A process that is stopped, or has a blocked event loop, does not look, and so no stall is
-#: found then.
+#: Looks in one stall timeout. A stopped process or blocked event loop does not look, so it finds no stall.
 _LOOKS = 10
+#: For `stall_seconds`: seconds, tokens a second, and substitutes for arguments left to model and engine.
+_FIRST_STEP_SECONDS, _LEAST_PREFILL_RATE = 120.0, 1000.0
+_MODELS_LENGTH, _USUAL_TIMEOUT_MS = 131_072, 60_000
 
 
 class Stall:
-    """Detects that requests run and none of them makes progress; `look` is called at regular intervals. A token of one
-    of them, or the end of one, is progress: how long a step may take depends on model, batch and GPU.
+    """Detects that requests run without progress, which is a token or the end of any of them. How long a step may take
+    depends on model, batch and GPU. Call `look` at regular intervals.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._num_ended = engine.num_ended
         self._num_tokens: dict[Any, int] = {}
-        #: Number of consecutive looks without progress, although requests ran.
+        #: Number of consecutive looks with requests but no progress.
         self.num_looks = 0
 
     def look(self) -> None:
         before, self._num_tokens = self._num_tokens, self._engine.tokens_so_far()
-        # Requests that appear or disappear are no progress: clients cause that, whatever the engine does.
+        # Requests that appear or disappear are no progress: clients cause that.
         has_grown = any(count > before.get(waiting, 0) for waiting, count in self._num_tokens.items())
         has_ended = self._engine.num_ended != self._num_ended
         self._num_ended = self._engine.num_ended
         self.num_looks = 0 if has_grown or has_ended or not self._num_tokens else self.num_looks + 1
 
 
+def stall_seconds(engine_args: Mapping[str, Any]) -> float:
+    """The longest time without a token under TensorRT-LLM's arguments: the first step, which compiles kernels, a wait
+    for KV, and the prefill of the longest prompt at no more than a fifth of any GPU's speed.
+    """
+    longest = max(engine_args.get(name) or 0 for name in ("max_seq_len", "max_num_tokens"))
+    if not engine_args.get("max_seq_len"):
+        longest = max(longest, _MODELS_LENGTH)
+    transceiver = engine_args.get("cache_transceiver_config")
+    wait = transceiver and (transceiver.get("kv_transfer_timeout_ms") or _USUAL_TIMEOUT_MS) / 1000
+    return math.ceil(_FIRST_STEP_SECONDS + (wait or 0.0) + longest / _LEAST_PREFILL_RATE)
+
+
 async def until_stalled(engine: Engine, seconds: float) -> str:
-    """Return, with a description, when the engine has made no progress for `seconds`."""
+    """Return a description once the engine has made no progress for `seconds`."""
     stall = Stall(engine)
     while stall.num_looks <= _LOOKS:
         await asyncio.sleep(seconds / _LOOKS)
@@ -64,7 +78,7 @@ async def until_stalled(engine: Engine, seconds: float) -> str:
 
 
 async def probe(engine: Engine, request: GenerateRequest) -> None:
-    """Run a request, or until another gets a token or its end: it may wait behind prompts. Raises a DisaggError."""
+    """Run a request, or wait until another progresses, since it may queue behind prompts. Raises a DisaggError."""
     stall, running = Stall(engine), asyncio.ensure_future(engine.probe(request))
     stall.look()
     try:
@@ -79,21 +93,21 @@ async def probe(engine: Engine, request: GenerateRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HealthTimes:
-    """Time limits of the health checks, in seconds."""
+    """The health checks' time limits, in seconds."""
 
-    #: Between two checks; see `between_looks`, too.
+    #: Between two checks; see also `between_looks`.
     between: float = 0.5
-    #: A check that takes longer than this means that the engine is dead.
+    #: The longest check of a live engine.
     check: float = 30.0
-    #: For the event loop to handle the engine's death; one that takes longer is blocked by the dead engine.
+    #: For the event loop to handle the engine's death; after that it counts as blocked by the engine.
     handle: float = 10.0
-    #: For the shutdown of an engine that is alive, and of a dead one.
+    #: For the shutdown of a live engine, and of a dead one.
     shutdown: float = 60.0
     shutdown_dead: float = _SHUTDOWN_DEAD
 
     @classmethod
     def of(cls, between: float, check: float, shutdown: float) -> HealthTimes:
-        """From the flags, where 0 means no time between two checks, and no limit, as in Dynamo's worker."""
+        """From the flags, where 0 means no pause between checks, and no limit, as in Dynamo's worker."""
         return cls(
             between=max(between, _LEAST_BETWEEN),
             check=check or math.inf,
@@ -103,8 +117,8 @@ class HealthTimes:
 
     @property
     def between_looks(self) -> float:
-        """Between two looks at `Engine.fatal_error`, which is cheap to read, however rare the checks are."""
-        return min(self.between / 2, _MOST_BETWEEN_LOOKS)
+        """Between two looks at `Engine.fatal_error`, cheap to read even if checks are rare."""
+        return min(self.between / 2, _MAX_BETWEEN_LOOKS)
 
 
 TIMES = HealthTimes()
@@ -118,10 +132,10 @@ def end_process(reason: str) -> None:
 
 @dataclass(eq=False)
 class EngineHealth:
-    """Two threads: one calls the engine's health check, the other watches that these calls return."""
+    """One thread calls the engine's health check; another watches that the calls return."""
 
     engine: Engine
-    #: Called once with the reason, in the event loop of `start`.
+    #: Called once with the reason, in `start`'s event loop.
     on_death: Callable[[str], object]
     times: HealthTimes = TIMES
     end_process: Callable[[str], None] = end_process
@@ -133,7 +147,7 @@ class EngineHealth:
         self._why_unhealthy: str | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """`loop`: where `on_death` is called; by default the running one."""
+        """`loop`: where to call `on_death`; by default the running one."""
         self._loop = loop or asyncio.get_running_loop()
         for work, name in ((self._ask, "engine-health"), (self._watch, "engine-watch")):
             threading.Thread(target=work, name=name, daemon=True).start()
@@ -156,7 +170,7 @@ class EngineHealth:
                 return
 
     def _reason(self) -> str | None:
-        # Read here as well, because the other thread may be blocked by the death that is recorded here.
+        # Read here as well, since the recorded death may block the other thread.
         if (error := self.engine.fatal_error) is not None:
             return f"{type(error).__name__}: {error}"
         asked_at = self._asked_at
@@ -171,7 +185,7 @@ class EngineHealth:
         except RuntimeError:
             return  # the worker has ended
         if not self._handled.wait(self.times.handle) and not self._stopping.is_set():
-            self.end_process("the engine is dead, and blocks the worker")
+            self.end_process("the engine is dead and blocks the worker")
 
     def declare_dead(self, reason: str) -> None:
         """Runs in the event loop."""
@@ -181,9 +195,9 @@ class EngineHealth:
 
 
 async def close(engine: Engine, times: HealthTimes = TIMES) -> bool:
-    """Shut the engine down in a thread. Returns False when that takes too long; the thread goes on then."""
+    """Shut the engine down in a thread. Returns False if that takes too long; the thread goes on."""
     seconds = times.shutdown if engine.death is None else times.shutdown_dead
-    log.info("the engine shuts down; it has %g s", seconds)
+    log.info("shutting down the engine within %g s", seconds)
     try:
         async with asyncio.timeout(None if math.isinf(seconds) else seconds) as limit:
             await in_daemon_thread(engine.close, "engine-shutdown")

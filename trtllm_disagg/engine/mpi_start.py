@@ -1,9 +1,10 @@
-"""Does MPI start a process here? TensorRT-LLM starts even the rank of one GPU by MPI_Comm_spawn. So a child tries that
+"""Checks that MPI can start a process, since TensorRT-LLM starts even a single rank by MPI_Comm_spawn. A child tries it
 before the engine is built, where a failure has a name and a hang an end. It also shows whether MPI pins its process.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -18,14 +19,15 @@ from typing import Any
 
 import msgspec
 
+from trtllm_disagg.common.interpreter import python
 from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.interpreter import python
 
 log = logging.getLogger(__name__)
 
 SECONDS = 60.0
-#: Of a process whose ranks a launcher has started: TensorRT-LLM takes those.
+SECONDS_OF_FINALIZE = 5
+#: Set if a launcher started the ranks: TensorRT-LLM uses those.
 _RANKS_ARE_THERE = ("TLLM_SPAWN_PROXY_PROCESS", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
 _RANK = "from mpi4py import MPI; MPI.Comm.Get_parent().Disconnect()"
 _MISSING = "No module named 'mpi4py'"
@@ -36,21 +38,21 @@ TWO_MPIS = (
 
 
 class MpiStart(msgspec.Struct, frozen=True):
-    """What a child told that started one process by MPI, as far as it came."""
+    """A child's report on starting one process by MPI, as far as it got."""
 
     user: int = -1
-    #: The CPUs that it could use before and after it had loaded MPI.
+    #: Its usable CPUs before and after loading MPI.
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
     library: str = ""
-    #: Its last words, or that it hung; empty for neither.
+    #: Its last output, or that it hung; empty for neither.
     failure: str = ""
 
     @classmethod
     def of(cls, said: str, hung: str = "") -> MpiStart:
-        """`said`: the child's output, in which MPI has lines of its own. `hung`: after how long it was ended."""
+        """`said`: the child's output, with MPI's own lines. `hung`: when it was killed."""
         facts: dict[str, Any] = {}
-        words = "it ended without a word"
+        words = "it ended without output"
         for line in filter(str.strip, said.splitlines()):
             try:
                 facts |= json.loads(line)
@@ -64,7 +66,7 @@ class MpiStart(msgspec.Struct, frozen=True):
 
     @property
     def problem(self) -> str:
-        """One sentence with what to do; empty where MPI does what TensorRT-LLM needs."""
+        """One sentence with the remedy; empty if MPI does what TensorRT-LLM needs."""
         if not self.was_tried:
             return "mpi4py is not installed here, so MPI was not tried: TensorRT-LLM's requirements bring it"
         if self.failure and self.user == 0 and self.library.startswith("Open MPI v5"):
@@ -91,7 +93,7 @@ class MpiStart(msgspec.Struct, frozen=True):
 
 
 def ranges(cpus: tuple[int, ...]) -> str:
-    """0-3,8; as the kernel writes it."""
+    """As the kernel writes them: 0-3,8."""
     starts = [cpu for cpu in sorted(cpus) if cpu - 1 not in cpus]
     ends = [cpu for cpu in sorted(cpus) if cpu + 1 not in cpus]
     spans = (str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
@@ -99,8 +101,8 @@ def ranges(cpus: tuple[int, ...]) -> str:
 
 
 def try_start(environ: Mapping[str, str], seconds: float = SECONDS) -> MpiStart:
-    """Takes up to `seconds`, and ends what is left of the child's process group."""
-    # A file, no pipe: what MPI starts may hold it open for longer.
+    """Takes up to `seconds`, then kills the child's process group."""
+    # A file, not a pipe: MPI's processes may hold it open longer.
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         command = python("-m", __name__)
         child = subprocess.Popen(
@@ -120,14 +122,14 @@ def try_start(environ: Mapping[str, str], seconds: float = SECONDS) -> MpiStart:
 
 
 def has_two_mpis() -> bool:
-    """Open MPI of the installed TensorRT-LLM, and mpich."""
+    """Whether both TensorRT-LLM's Open MPI and mpich are installed."""
     with suppress(metadata.PackageNotFoundError):
         return bool(metadata.version("mpich")) and installed_version() is not None
     return False
 
 
 def require_start(engine_args: Mapping[str, Any], environ: Mapping[str, str]) -> None:
-    """Raises ConfigError where the installed TensorRT-LLM could start no rank. Its import comes later."""
+    """Raises ConfigError, before importing TensorRT-LLM, if it could start no rank."""
     if has_two_mpis():
         raise ConfigError(f"--engine tensorrt_llm: {TWO_MPIS}")
     without_mpi = engine_args.get("orchestrator_type") == "ray" or environ.get("TLLM_DISABLE_MPI") == "1"
@@ -143,25 +145,49 @@ def require_start(engine_args: Mapping[str, Any], environ: Mapping[str, str]) ->
 
 @contextmanager
 def keeping_cpus() -> Iterator[None]:
-    """An import inside may pin this process: all its threads then get their CPUs back, and what they start has them."""
+    """An import in the block may pin this process: afterwards all its threads get their CPUs back."""
     before = os.sched_getaffinity(0)
     yield
     if os.sched_getaffinity(0) < before:
         for thread in os.listdir("/proc/self/task"):
             with suppress(OSError):  # it has ended
                 os.sched_setaffinity(int(thread), before)
-        log.warning("the engine's import pinned this worker; it has its CPUs %s again", ranges(tuple(before)))
+        log.warning("the engine's import pinned this worker; restored its CPUs %s", ranges(tuple(before)))
 
 
-def _tell(**facts: object) -> None:
+class _Sigevent(ctypes.Structure):
+    """The kernel's struct to run `function(value)` in a C library thread."""
+
+    _fields_ = (
+        ("value", ctypes.c_int64),
+        ("signal", ctypes.c_int),
+        ("notify", ctypes.c_int),
+        ("function", ctypes.c_void_p),
+        ("rest", ctypes.c_char * 40),
+    )
+
+
+def finalize(mpi: Any, status: int) -> None:
+    """Call MPI.Finalize, which waits for every connected process; at the deadline this process ends with `status`.
+    mpi4py holds Python's lock meanwhile, so no Python thread could end it.
+    """
+    libc, timer = ctypes.CDLL(None), ctypes.c_void_p()
+    exits = ctypes.cast(libc._exit, ctypes.c_void_p).value
+    event = _Sigevent(value=status, notify=2, function=exits)  # SIGEV_THREAD
+    libc.timer_create(1, ctypes.byref(event), ctypes.byref(timer))  # CLOCK_MONOTONIC
+    libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, SECONDS_OF_FINALIZE, 0), None)
+    mpi.Finalize()
+
+
+def _report(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
 if __name__ == "__main__":
-    _tell(user=os.geteuid(), before=sorted(os.sched_getaffinity(0)))
+    _report(user=os.geteuid(), before=sorted(os.sched_getaffinity(0)))
     from mpi4py import MPI
 
     version = " ".join(MPI.Get_library_version().splitlines()[0].partition(", ")[0].split())
-    _tell(library=version, after=sorted(os.sched_getaffinity(0)))
+    _report(library=version, after=sorted(os.sched_getaffinity(0)))
     MPI.COMM_SELF.Spawn(sys.executable, ["-P", "-c", _RANK]).Disconnect()
-    _tell(is_done=True)
+    _report(is_done=True)

@@ -1,7 +1,7 @@
-"""The one reader of an engine's statistics and the one of its KV events, which live as long as the engine.
+"""Reads an engine's statistics and KV events, by one reader each for the engine's lifetime.
 
-TensorRT-LLM binds its asynchronous iterators of both to the event loop of the first caller, for life. So each reader is
-a thread that calls the method which returns a list, and a role term subscribes to it.
+TensorRT-LLM binds its asynchronous iterators of both to the first caller's event loop for ever. So each reader is a
+thread that calls the method returning a list, and role terms subscribe to it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
+from trtllm_disagg.common.reports import RateLimitedLog
 from trtllm_disagg.engine.cache_events import CacheEvents
 from trtllm_disagg.engine.capabilities import event_buffer_of
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.processes.reports import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
-#: As in Dynamo's own worker. The calls block for their timeout, so it is short, and a reader sleeps between polls.
+#: As in Dynamo's worker. The calls block for their timeout, so it is short, and a reader sleeps between polls.
 STATS_TIMEOUT, EVENTS_TIMEOUT = 0.01, 0.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _PAUSE_GROWTH = 0.01, 0.1, 2.0
 _PAUSE_AFTER_ERROR = 1.0
@@ -31,16 +31,16 @@ Records = Sequence[Mapping[str, Any]]
 
 class StatsSink(Protocol):
     def update(self, stat: Mapping[str, Any]) -> None:
-        """One record of `get_stats`."""
+        """Take one record of `get_stats`."""
 
 
 class StatsListener(Protocol):
     def polled(self, records: Records) -> None:
-        """What one poll has found, perhaps nothing. Called in the reader's thread."""
+        """Take one poll's records, perhaps none. Called in the reader's thread."""
 
 
 class Statistics:
-    """Hands the engine's statistics on, to `always` even between two role terms."""
+    """Forwards the engine's statistics, to `always` even between role terms."""
 
     def __init__(self, *always: StatsSink) -> None:
         self._always = always
@@ -53,13 +53,13 @@ class Statistics:
             self._listeners.append(listener)
 
     def unsubscribe(self, listener: StatsListener) -> None:
-        """The listener hears nothing after this call."""
+        """Call `listener` no more."""
         with self._lock:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
     def receive(self, records: Records) -> None:
-        """The records of one poll. A listener that fails keeps nothing from the others."""
+        """Forward one poll's records. A failing listener does not affect the others."""
         with self._lock:
             for receive in (self._update_always, *(each.polled for each in self._listeners)):
                 try:
@@ -74,15 +74,15 @@ class Statistics:
 
 
 class Reader:
-    """Polls from start to stop, in a thread of its own. A failed poll is logged, and polling goes on."""
+    """Polls in its own thread from start to stop. Logs a failed poll, and goes on."""
 
-    #: How long a stop waits for the thread. One that hangs in the engine ends with the process.
+    #: Seconds that a stop waits for the thread. A thread that hangs in the engine ends with the process.
     stop_seconds = 2.0
 
     def __init__(
         self, name: str, poll: Callable[[], Sequence[Any]], receive: Callable[[Sequence[Any]], None]
     ) -> None:
-        """`poll` may block; `receive` gets what it returns, also when that is empty."""
+        """`poll` may block; `receive` gets its result, also an empty one."""
         self._name, self._poll, self._receive = name, poll, receive
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -100,7 +100,7 @@ class Reader:
             log.warning("%s: the engine does not answer; this worker ends without it", self._name)
 
     def _run(self) -> None:
-        # A reader that always raises is asked again each second.
+        # A poll that always raises is repeated each second.
         warn = RateLimitedLog(log)
         pause = _SHORTEST_PAUSE
         while not self._stopping.wait(pause):
@@ -115,7 +115,7 @@ class Reader:
 
 
 class EngineReaders:
-    """Reads an engine inside an `async with` block. A role term subscribes to `statistics` and `events`."""
+    """Reads an engine inside an `async with` block. Role terms subscribe to `statistics` and `events`."""
 
     def __init__(self, engine: Engine, block_size: int, *, reads_statistics: bool) -> None:
         llm = engine.llm
@@ -136,6 +136,6 @@ class EngineReaders:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await asyncio.gather(*(reader.stop() for reader in self._readers))

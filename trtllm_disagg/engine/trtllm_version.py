@@ -1,9 +1,10 @@
-"""Versions of TensorRT-LLM, in their order, what is known to change with them, and its names for gauges of steps."""
+"""Orders TensorRT-LLM's versions, says what changes with them, and names its step gauges."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 class TrtllmVersion(Version):
     @classmethod
     def parse(cls, text: str, key: str = "--trtllm-version") -> TrtllmVersion:
-        """A release or a candidate, without its local part. Raises ConfigError, which names `key`, for another text."""
+        """A release or candidate, without its local part. Raises ConfigError, naming `key`, for other texts."""
         try:
             version = cls(text.partition("+")[0])
             if len(version.release) != 3 or version.is_devrelease or text.startswith("v"):
@@ -27,31 +28,41 @@ class TrtllmVersion(Version):
         return version
 
 
-#: The version that ai-dynamo 1.6.1 and this package's extra `tensorrt-llm` install.
+#: Installed by ai-dynamo 1.6.1 and this package's extra `tensorrt-llm`.
 NEWEST_KNOWN = TrtllmVersion.parse("1.3.0rc29")
-#: From here on `get_global_disagg_request_id` takes a node and a process, and a context server may overlap its steps
-#: (PR 10755).
+#: Since here `get_global_disagg_request_id` takes a node and a process, and context servers may overlap steps (PR
+#: 10755).
 OLDEST_SERVED = TrtllmVersion.parse("1.3.0rc22")
-#: From here on there are `disagg_request_id` and the names that a worker imports; older ones are refused by name. Up to
-#: rc21 the worker's handoff ids come of the function's one argument.
-OLDEST_TAKEN = TrtllmVersion.parse("1.3.0rc5")
-#: `kv_transfer_timeout_ms` is 60 s by default, where 1.2 had none.
+#: Since here there are `disagg_request_id` and the names that a worker imports; older versions are refused by name. Up
+#: to rc21 the function makes handoff ids from one argument.
+OLDEST_SUPPORTED = TrtllmVersion.parse("1.3.0rc5")
+#: `kv_transfer_timeout_ms` is 60 s by default; 1.2 had no limit.
 TRANSFERS_END_BY_DEFAULT = TrtllmVersion.parse("1.3.0rc22")
-#: From here on, at the latest, transceiver_runtime "auto" is the Python transceiver where it can serve (PR 18248).
+#: Since here, or earlier, transceiver_runtime "auto" is the Python transceiver if it can serve (PR 18248).
 PYTHON_TRANSCEIVER_BY_DEFAULT = NEWEST_KNOWN
+#: Since here a missing transceiver_runtime means PYTHON, not "auto" (the page of CacheTransceiverConfig).
+PYTHON_UNLESS_GIVEN = TrtllmVersion.parse("1.4.0rc1")
 
 
-def require_taken(module: Any) -> None:
-    """Raises ConfigError for a `tensorrt_llm` that is too old. One without a release's version is an own build."""
+def default_runtime(version: str | None) -> str:
+    """The transceiver_runtime of a file that names none; unknown for custom builds."""
+    with suppress(ConfigError):
+        if version is not None and TrtllmVersion.parse(version) >= PYTHON_UNLESS_GIVEN:
+            return "PYTHON"
+    return "auto"
+
+
+def require_supported(module: Any) -> None:
+    """Raises ConfigError for a `tensorrt_llm` that is too old. Without a release's version it is a custom build."""
     try:
         version = TrtllmVersion.parse(str(getattr(module, "__version__", "")))
     except ConfigError:
         return
-    if version < OLDEST_TAKEN:
+    if version < OLDEST_SUPPORTED:
         raise ConfigError.bad_value(
             "--engine",
             f"tensorrt_llm {version}",
-            f"tensorrt_llm {OLDEST_TAKEN} or newer ({NEWEST_KNOWN} is what ai-dynamo 1.6.1 comes with): older ones "
+            f"tensorrt_llm {OLDEST_SUPPORTED} or newer ({NEWEST_KNOWN} is what ai-dynamo 1.6.1 comes with): older ones "
             "have no disagg_request_id, and refuse context_only requests under the overlap scheduler",
         )
     if version < OLDEST_SERVED:
@@ -61,7 +72,7 @@ def require_taken(module: Any) -> None:
 
 
 def installed_version() -> str | None:
-    """The version of TensorRT-LLM in this environment, read without importing it; None where it is not installed."""
+    """This environment's TensorRT-LLM version, read without importing it; None if not installed."""
     for name in ("tensorrt_llm", "tensorrt-llm"):
         try:
             return metadata.version(name)
@@ -70,8 +81,8 @@ def installed_version() -> str | None:
     return None
 
 
-#: TensorRT-LLM's gauges of single steps (metrics/collector.py, where each name begins with `trtllm_`), as GAUGE=KEY, by
-#: the part of a record of `get_stats_async` that has the key. `step_gauges` has those that are computed, too.
+#: TensorRT-LLM's step gauges (metrics/collector.py, where each name begins with `trtllm_`), as GAUGE=KEY, by the part
+#: of a `get_stats_async` record with the key. `step_gauges` adds the computed ones.
 _GAUGES = {
     "": """
         num_requests_running=numActiveRequests num_requests_waiting=numQueuedRequests
@@ -95,7 +106,7 @@ STEP_GAUGES = {part: dict(pair.split("=") for pair in pairs.split()) for part, p
 
 
 def step_gauges(stat: Mapping[str, Any]) -> dict[str, float]:
-    """The values of TensorRT-LLM's gauges in one record of `get_stats_async`, without those that it lacks."""
+    """The values of TensorRT-LLM's gauges in a record of `get_stats_async`, without missing ones."""
     known: dict[str, float] = {}
     for part, gauges in STEP_GAUGES.items():
         values = (stat.get(part) or {}) if part else stat

@@ -1,1 +1,1 @@
-"""Engines without TensorRT-LLM behind its LLM API. The plugin finds them by `engine.engines`."""
+"""Engines without TensorRT-LLM behind its LLM API. The plugin finds them by `engine.table`."""

@@ -1,55 +1,97 @@
-"""A queue of prefills on NATS JetStream: a worker that needs a prefill pushes it, prefill workers pull (decision 12).
-This module has what a worker uses of the queue, or of none.
+"""Queues requests for prefill workers on NATS JetStream (decision 12). The other modules are imported only with a
+queue: NATS' client and its aiohttp are a third of a worker's imports.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
+import contextlib
+from typing import TYPE_CHECKING, Any
 
-from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.handlers.select import QueueStageClient
-from trtllm_disagg.types import Generate
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.dynamo_runtime.metrics import QueueMetrics, expose, registry_of
+from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime
+from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.handlers.peers import Peers
+from trtllm_disagg.handlers.queued import PrefillQueue
+from trtllm_disagg.handlers.selection import RoundRobin, Selection
 
 if TYPE_CHECKING:
-    from trtllm_disagg.prefill_queue.broker import QueueLimits
-    from trtllm_disagg.prefill_queue.nats_queue import NatsPrefillQueue
+    from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
+    from trtllm_disagg.prefill_queue.taking import Taking
 
 
-class NoPrefillQueue:
-    """The queue of a worker that sends each prefill straight to a prefill worker."""
+class WorkerQueue:
+    """No queue: a worker's requests do not wait."""
 
-    #: The client that reaches prefill workers through the queue; None where there is no queue.
-    client: QueueStageClient | None = None
+    async def for_requests(self, peers: Peers, runtime: Runtime) -> PrefillQueue | None:
+        """The queue of this worker's requests; None without one."""
+        return None
 
-    def depth(self) -> int:
-        """The number of prefills that no worker has begun; never waits."""
-        return 0
-
-    async def start(self, generate: Generate, instance_id: int, endpoint: Any) -> None:
-        """Publish the gauges on /metrics of `endpoint`; on a prefill worker, begin to pull prefills for `generate`."""
+    async def start(self, engine: Engine, instance_id: int, endpoint: Any) -> None:
+        """Publish gauges on /metrics of `endpoint`; on a prefill worker, start taking tickets for `engine`."""
 
     async def leave(self) -> None:
-        """Begin no further item on this worker, also if it has begun none yet."""
-
-    async def drained(self) -> None:
-        """After `leave`: wait until every item that this worker has begun has ended."""
+        """Take no further ticket, and wait for expected calls."""
 
     async def aclose(self) -> None: ...
 
 
-PrefillQueue: TypeAlias = "NoPrefillQueue | NatsPrefillQueue"
+class NatsQueue(WorkerQueue):
+    def __init__(self, config: WorkerConfig, broker: Broker) -> None:
+        from trtllm_disagg.prefill_queue.asking import Asking
+
+        self._config = config
+        self._broker = broker
+        self.asking = Asking(broker, config.queue_timeout)
+        self._taking: Taking | None = None
+        self._has_left = False
+        self.running = contextlib.AsyncExitStack()
+
+    async def for_requests(self, peers: Peers, runtime: Runtime) -> PrefillQueue:
+        if self._config.role is Role.PREFILL:
+            there = await runtime.stage(self._config.worker_endpoint_id)
+            peers = Peers(Selection(there, RoundRobin(), "prefill"), peers.breaker, peers.timeouts)
+        return PrefillQueue(self.asking, peers)
+
+    async def start(self, engine: Engine, instance_id: int, endpoint: Any) -> None:
+        from trtllm_disagg.prefill_queue.taking import Room, Taking
+
+        metrics = QueueMetrics(self.asking.depth, self.asking.age)
+        expose(registry_of(metrics), endpoint, self._config)
+        if self._config.role is Role.PREFILL and not self._has_left:
+            room = Room(self._config.max_batch_size, self._config.max_num_tokens)
+            engine.prefilling = room.prefilling
+            self._taking = Taking(self._broker, instance_id, room)
+            self._taking.start()
+
+    async def leave(self) -> None:
+        self._has_left = True
+        if self._taking is not None:
+            await self._taking.leave()
+
+    async def aclose(self) -> None:
+        if self._taking is not None:
+            await self._taking.close()
+        await self.running.aclose()
+        await self._broker.close()
 
 
 async def open_prefill_queue(
-    config: WorkerConfig, kind: str, limits: QueueLimits | None = None
-) -> PrefillQueue:
-    """That of all workers of a kind (`pairing.kind_of`). Raises ConfigError without NATS, QueueUnusableError when the
-    connection breaks at once.
+    config: WorkerConfig, group: str, limits: QueueLimits | None = None
+) -> WorkerQueue:
+    """Open the queue of this worker's group (`pairing.group_of`). Raises ConfigError without NATS, QueueUnusableError
+    if the connection breaks at once.
     """
-    # A decode worker that is a second stage now pushes after a switch, so it opens the queue too.
+    # A second-stage decode worker opens the queue too: after a switch it is a first stage.
     if config.prefill_dispatch == "direct" or not config.may_switch:
-        return NoPrefillQueue()
-    # Imported only here: NATS' client and its aiohttp are a third of all imports of a worker.
-    from trtllm_disagg.prefill_queue.nats_queue import NatsPrefillQueue
+        return WorkerQueue()
+    from trtllm_disagg.prefill_queue.broker import Broker
+    from trtllm_disagg.prefill_queue.tickets import Names
 
-    return await NatsPrefillQueue.open(config, kind, limits)
+    queue = NatsQueue(config, await Broker.connect(config.nats_server, Names.of(config, group), limits))
+    try:
+        await queue.running.enter_async_context(queue.asking.running())
+    except BaseException:
+        await queue.aclose()
+        raise
+    return queue

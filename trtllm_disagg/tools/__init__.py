@@ -1,1 +1,1 @@
-"""What a person runs beside the workers. The command line finds each by the table in `cli`."""
+"""The commands that people run beside the workers; `common/cli.py` lists them."""

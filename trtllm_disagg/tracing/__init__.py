@@ -1,1 +1,1 @@
-"""Where a request's time went: spans, recorded once, exported by OTLP, kept in a file, drawn by `trace`."""
+"""Records where a request's time went: spans, exported by OTLP, kept in a file, drawn by `trace`."""

@@ -1,6 +1,6 @@
-"""Sends spans to a collector through OpenTelemetry's exporter (extra `otel`), in batches, from the exporter's thread.
+"""Sends spans to a collector in batches, from the thread of OpenTelemetry's exporter (extra `otel`).
 
-OpenTelemetry's variables, which Dynamo's runtime reads too, set endpoint, protocol, headers, compression and batching.
+OpenTelemetry's variables, which Dynamo's runtime also reads, set endpoint, protocol, headers, compression and batching.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROTOCOLS = {
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
 }
 _PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-#: How long a close waits for a collector that may be gone; the library would wait for half a minute.
+#: Seconds that a close waits for a dead collector; the library would wait 30.
 _CLOSE_SECONDS = 5.0
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _SCOPE = InstrumentationScope(SCOPE)
@@ -35,7 +35,7 @@ class OtlpExport:
     """A `tracer.Receiver`."""
 
     def __init__(self, environ: Mapping[str, str], resource: Mapping[str, Value]) -> None:
-        """Raises ConfigError for an unknown protocol, ModuleNotFoundError when its exporter is not installed."""
+        """Raises ConfigError for an unknown protocol, ModuleNotFoundError if its exporter is not installed."""
         self._resource = Resource.create(dict(resource))
         self._processor = BatchSpanProcessor(_exporter(environ))
 

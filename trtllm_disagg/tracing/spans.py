@@ -1,6 +1,6 @@
-"""The spans of a request: one tree for each request on each worker. Imports nothing of this project.
+"""Spans: one tree per request and worker. Imports nothing of this project.
 
-A request that is not traced has only `NO_SPAN`, with methods that do nothing. No span is made for a token.
+An untraced request has only `NO_SPAN`, whose methods do nothing. Tokens have no spans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 Value = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, Value | None]
 _NONE: Attributes = {}
-_MOST_ID = (1 << 64) - 1
+_MAX_ID = (1 << 64) - 1
 
 TRACEPARENT = "traceparent"
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
@@ -36,7 +36,7 @@ class TraceParent(NamedTuple):
 
     @classmethod
     def read(cls, text: str | None) -> TraceParent | None:
-        """None for a text that is no valid trace context."""
+        """None for an invalid trace context."""
         found = _TRACEPARENT.fullmatch(text or "")
         if found is None or not (int(found[1], 16) and int(found[2], 16)):
             return None
@@ -44,7 +44,7 @@ class TraceParent(NamedTuple):
 
 
 class SpanEvent(NamedTuple):
-    """An event of a span; `at` is in nanoseconds since the epoch."""
+    """A span's event; `at`: nanoseconds since the epoch."""
 
     name: str
     at: int
@@ -53,7 +53,7 @@ class SpanEvent(NamedTuple):
 
 @dataclass(slots=True)
 class SpanData:
-    """The content of one span; `start` and `end` are in nanoseconds since the epoch, ids are hexadecimal."""
+    """A span's content; `start` and `end`: nanoseconds since the epoch; ids are hexadecimal."""
 
     name: str
     trace_id: str
@@ -70,7 +70,7 @@ class SpanData:
 
 
 class Span:
-    """The interface of spans. This class records nothing. As a context manager a span ends with the block."""
+    """The interface of spans; this class records nothing. As a context manager, a span ends with the block."""
 
     is_recording = False
 
@@ -79,50 +79,45 @@ class Span:
         return self
 
     def measured(self, name: str, start: float, end: float, attributes: Attributes = _NONE) -> Span:
-        """Add a child that has ended; times in seconds of the monotonic clock. Time outside of this span is cut off."""
+        """Add an ended child, in seconds of the monotonic clock. Time outside this span is cut off."""
         return NO_SPAN
 
     def note(self, attributes: Attributes) -> None:
-        """Set attributes. Those with the value None are left out."""
+        """Set attributes, except those with value None."""
 
     def event(self, name: str, attributes: Attributes = _NONE, at: int | None = None) -> None:
         """Add an event, now or at a time of the request's clock."""
 
     def end(self, error: BaseException | None = None, at: int | None = None) -> None:
-        """End the span. Further calls of this method, `note` and `event` are ignored."""
+        """End the span. Later calls of `end`, `note` and `event` are ignored."""
 
     @property
     def traceparent(self) -> str | None:
-        """The trace context by which another process puts its spans below this one; None without a trace."""
+        """The trace context that puts another process's spans below this one; None without a trace."""
         return None
 
     def headers(self, given: dict[str, str] | None) -> dict[str, str] | None:
-        """The trace headers for an engine, made from those that came with the request."""
+        """The trace headers for an engine, from the request's."""
         return given
 
     def __enter__(self) -> Span:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         self.end(error)
 
 
-class _NoSpan(Span):
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Nothing ends."""
-
-
-NO_SPAN: Span = _NoSpan()
+NO_SPAN = Span()
 
 
 class RequestClock:
-    """The only source of a request's times on this worker, for its spans and its log line, in nanoseconds since the
-    epoch. It reads the wall clock only once, so setting that clock moves no time of the request.
+    """The only source of a request's times on this worker, for spans and log line, in nanoseconds since the epoch. It
+    reads the wall clock once, so setting that clock does not shift the request's times.
     """
 
     __slots__ = ("_offset", "start")
 
-    #: Nanoseconds of the monotonic clock; the cheapest call, for use with every token.
+    #: Monotonic nanoseconds; the cheapest call, for every token.
     tick = staticmethod(time.monotonic_ns)
 
     def __init__(self) -> None:
@@ -133,12 +128,12 @@ class RequestClock:
         return self.tick() + self._offset
 
     def at(self, seconds: float) -> int:
-        """Converts seconds of the monotonic clock."""
+        """Convert seconds of the monotonic clock."""
         return int(seconds * 1e9) + self._offset
 
 
 class Recording:
-    """The spans of one request on one worker. `take` gets all when the root span ends, then each that ends later."""
+    """The spans of one request on one worker. `take` gets all at the root span's end, then each late one."""
 
     def __init__(
         self, trace_id: str, take: Callable[[list[SpanData]], None], clock: RequestClock | None = None
@@ -146,7 +141,7 @@ class Recording:
         self.trace_id = trace_id
         self.clock = clock or RequestClock()
         self._take = take
-        # One random number for all: the system's source takes 5 us, and a request has ten spans.
+        # One random number serves all ids: the system's source takes 5 us, and a request has ten spans.
         self._last_id = random.getrandbits(64)
         self._ended: list[SpanData] = []
         self._root: SpanData | None = None
@@ -159,7 +154,7 @@ class Recording:
         return root
 
     def next_id(self) -> str:
-        self._last_id = (self._last_id + 1) & _MOST_ID or 1
+        self._last_id = (self._last_id + 1) & _MAX_ID or 1
         return f"{self._last_id:016x}"
 
     def ended(self, span: RecordedSpan) -> None:
@@ -188,7 +183,7 @@ class RecordedSpan(Span):
     def measured(self, name: str, start: float, end: float, attributes: Attributes = _NONE) -> Span:
         now, at = self._now(), self._recording.clock.at
         begin, last = (min(max(at(each), self.data.start), now) for each in (start, end))
-        if last <= begin:  # entirely outside of this span, or from the clock of another machine
+        if last <= begin:  # outside this span, or from another machine's clock
             return NO_SPAN
         child = RecordedSpan(self._recording, name, self.data.span_id, attributes)
         child.data.start = begin
@@ -206,7 +201,7 @@ class RecordedSpan(Span):
     def end(self, error: BaseException | None = None, at: int | None = None) -> None:
         if self.data.end:
             return
-        # The reader no longer wants the result, as `concurrent` does not want a prefill behind the whole answer.
+        # The reader does not want the result, like `concurrent` after an answer whose prefill still runs.
         if error is not None and not isinstance(error, GeneratorExit | asyncio.CancelledError):
             self.data.error = f"{type(error).__name__}: {error}"
         self.data.end = at or self._now()
@@ -225,7 +220,7 @@ def _known(attributes: Attributes) -> dict[str, Value]:
 
 
 def trace_id_of(request_id: str | None) -> str:
-    """For a request without one: the same on all its workers, and evenly distributed, as samplers need it."""
+    """For a request without a trace id: equal on all its workers, and evenly distributed, as samplers need."""
     if request_id is None:
         return secrets.token_hex(16)
     return hashlib.blake2b(request_id.encode(), digest_size=16).hexdigest()

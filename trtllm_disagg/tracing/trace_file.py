@@ -1,45 +1,42 @@
-"""Writes and reads files of OTLP/JSON, in the format of OpenTelemetry's collector: one line for each batch of spans."""
+"""Writes spans to OTLP/JSON files in the format of OpenTelemetry's collector: one line per batch of spans."""
 
 from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import msgspec
 
-from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tracing.spans import SpanData, SpanEvent, Value
+from trtllm_disagg.tracing.spans import SpanData, Value
 
 log = logging.getLogger(__name__)
 
 SCOPE = "trtllm_disagg"
-#: Attributes of a worker's root span: the longest time between two of its tokens, in seconds, and the tokens before it.
+#: Attributes of a worker's root span: the longest time between two tokens, in seconds, and the tokens before it.
 LONGEST_GAP = f"{SCOPE}.longest_gap"
 LONGEST_GAP_AFTER = f"{SCOPE}.longest_gap_after_tokens"
-#: A file of this size, some 10000 requests, replaces the older one (OLD_SUFFIX), and a new file begins.
+#: At this size, about 10,000 requests, a file replaces the older one (OLD_SUFFIX), and a new file begins.
 MAX_BYTES = 64 << 20
-#: Subdirectory of a run directory, with one file for each worker, named after it.
+#: Subdirectory of a run directory, with one file per worker, named after it.
 TRACES_DIR = "traces"
 OLD_SUFFIX = ".1"
-#: Batches of one request each that may wait for the disk: as many as a busy worker makes in some seconds.
+#: Maximum batches, of one request each, that wait for the disk: some seconds of a busy worker.
 MAX_WAITING = 4096
 _CLOSE_SECONDS = 5.0
-#: How long batches are gathered before they are written: waking the thread for each would take more CPU than its spans.
+#: Seconds that batches are gathered before writing: waking the thread for each would cost more CPU than its spans.
 _GATHER_SECONDS = 0.05
 _SERVER, _INTERNAL, _ERROR = 2, 1, 2
 
 
 class TraceFile:
-    """A `tracer.Receiver`. A thread writes the spans, so no request waits for the disk."""
+    """A `tracer.Receiver` whose thread writes the spans, so no request waits for the disk."""
 
     def __init__(
         self,
@@ -52,7 +49,7 @@ class TraceFile:
         self._resource = {"attributes": _attributes(resource)}
         self._max_bytes = max_bytes
         self._max_waiting = max_waiting
-        #: Spans lost because the disk was too slow or full.
+        #: Spans lost to a slow or full disk.
         self.num_dropped = 0
         self._waiting: deque[Sequence[SpanData]] = deque()
         self._has_news = Event()
@@ -85,11 +82,11 @@ class TraceFile:
                 try:
                     self._write_waiting()
                 except Exception as error:
-                    # Neither a full disk nor a span that cannot be written ends this thread.
+                    # A full disk or an unwritable span must not end this thread.
                     self._drop(self._waiting.popleft(), str(error))
 
     def _drop(self, batch: Sequence[SpanData], why: str) -> None:
-        """Logged the first time only; `close` logs the number."""
+        """Warn the first time; `close` logs the number."""
         if not self.num_dropped:
             log.warning("%s: spans are lost: %s", self._path, why)
         self.num_dropped += len(batch)
@@ -101,7 +98,7 @@ class TraceFile:
             while self._waiting and size < self._max_bytes:
                 line = self._line(self._waiting[0])
                 if file.write(line) < len(line):
-                    # A partial line would make the lines after it unreadable.
+                    # A partial line would make later lines unreadable.
                     file.truncate(size)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 size += len(line)
@@ -111,7 +108,7 @@ class TraceFile:
             self._keep_as_old()
 
     def _keep_as_old(self) -> None:
-        """Go on with a new file; with the full one where it cannot be renamed, as no span is lost by that."""
+        """Continue in a new file; in the full one if it cannot be renamed, so that no span is lost."""
         old = self._path.with_name(self._path.name + OLD_SUFFIX)
         try:
             self._path.replace(old)
@@ -158,112 +155,3 @@ def _any_value(value: Value) -> dict[str, Any]:
         case str():
             return {"stringValue": value}
     return {"arrayValue": {"values": [{"stringValue": each} for each in value]}}
-
-
-@dataclass(slots=True)
-class ReadSpan:
-    """One span of a file, with the attributes of its process."""
-
-    data: SpanData
-    resource: dict[str, Value] = field(default_factory=dict)
-    scope: str = ""
-
-
-#: ESC among them; tabs and line ends stay.
-_CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
-#: Errors of `_decoded`, and of its JSON.
-_NO_OTLP = (msgspec.MsgspecError, RecursionError, KeyError, TypeError, ValueError, AttributeError)
-
-
-def read_spans(path: Path) -> Iterator[ReadSpan]:
-    """Raises ConfigError for a file without OTLP/JSON. An unfinished last line is left out, others with a warning."""
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise ConfigError.bad_value(
-            "trace file", str(path), f"one that can be read ({error.strerror})"
-        ) from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    refused: list[ConfigError] = []
-    for number, line in lines:
-        try:
-            yield from [*_decoded(msgspec.json.decode(line))]
-        except _NO_OTLP as error:
-            if number < lines[-1][0] or text.endswith(b"\n"):
-                allowed = f"lines of OTLP/JSON, each with resourceSpans; line {number} is none ({error!r})"
-                refused.append(ConfigError.bad_value("trace file", str(path), allowed))
-    if refused and len(refused) == len(lines):
-        raise refused[0]
-    if refused:
-        log.warning("%d of %d lines are left out: %s", len(refused), len(lines), refused[0])
-
-
-def _decoded(batch: dict[str, Any]) -> Iterator[ReadSpan]:
-    for of_resource in batch["resourceSpans"]:
-        resource = _read_attributes(of_resource.get("resource") or {})
-        for of_scope in of_resource.get("scopeSpans") or ():
-            scope = _text((of_scope.get("scope") or {}).get("name", ""))
-            for span in of_scope.get("spans") or ():
-                yield ReadSpan(_read(span), resource, scope)
-
-
-def _read(span: dict[str, Any]) -> SpanData:
-    status = span.get("status") or {}
-    return SpanData(
-        name=_text(span["name"]),
-        trace_id=_text(span["traceId"]).lower(),
-        span_id=_text(span["spanId"]).lower(),
-        parent_id=_text(span.get("parentSpanId") or "").lower() or None,
-        start=_time(span["startTimeUnixNano"]),
-        end=_time(span["endTimeUnixNano"]),
-        attributes=_read_attributes(span),
-        events=[
-            SpanEvent(_text(event["name"]), _time(event["timeUnixNano"]), _read_attributes(event))
-            for event in span.get("events") or ()
-        ],
-        # The collector writes the number, other programs write the name.
-        error=_text(status.get("message", ""))
-        if status.get("code") in (_ERROR, "STATUS_CODE_ERROR")
-        else None,
-        is_remote=span.get("kind") in (_SERVER, "SPAN_KIND_SERVER"),
-    )
-
-
-def _text(value: object) -> str:
-    """Without characters that a terminal obeys: a file may come from another program."""
-    return str(value).translate(_CONTROL)
-
-
-def _time(value: Any) -> int:
-    """Raises ValueError for what is no 64-bit number of nanoseconds."""
-    at = int(value)
-    if at >> 64:
-        raise ValueError("a time beyond 64 bits")
-    return at
-
-
-def _read_attributes(holder: dict[str, Any]) -> dict[str, Value]:
-    return {
-        _text(each["key"]): _read_value(each.get("value") or {}) for each in holder.get("attributes") or ()
-    }
-
-
-def _read_value(value: dict[str, Any]) -> Value:
-    for kind, content in value.items():
-        if kind == "arrayValue":
-            return [str(_read_value(each)) for each in content.get("values") or ()]
-        return _READ.get(kind, _text)(content)
-    return ""
-
-
-def _read_double(content: Any) -> float | str:
-    """As text where JSON has no number for it: infinity, or none."""
-    number = float(content)
-    return number if math.isfinite(number) else str(number)
-
-
-_READ: dict[str, Callable[[Any], str | bool | int | float]] = {
-    "intValue": int,
-    "doubleValue": _read_double,
-    "boolValue": bool,
-}

@@ -1,6 +1,6 @@
-"""Reads a handoff, a prefill result or a rendezvous, in whichever protocol it is written, and checks all alike.
+"""Reads and checks a handoff, prefill result or rendezvous in any protocol.
 
-A worker reads all protocols, whichever one it writes itself, and refuses a request with more than one handoff.
+A worker reads all protocols, whichever it writes, and refuses a request with more than one handoff.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle, join_endpoint,
 
 # A handoff as vLLM's `kv_transfer_params`: writing and reading.
 #
-# Its plain fields tell proxies that read the body where the KV is. Engines use the handle, which is bound to prompt,
+# Its plain fields show proxies that read the body where the KV is. Engines use the handle, which is bound to prompt,
 # sender and lease; a handoff with plain fields that differ from its handle is refused.
 
 
@@ -38,12 +38,12 @@ _NOWHERE: Params = {
 
 
 def params_for_prefill(*, remote_decode: bool) -> Params:
-    """For prefill's body. `remote_decode`: a decode worker will fetch the KV."""
+    """For the prefill body. `remote_decode`: a decode worker will fetch the KV."""
     return {"do_remote_decode": remote_decode, "do_remote_prefill": False} | _NOWHERE
 
 
 def params_with_handoff(result: PrefillResult) -> Params:
-    """For prefill's answer, and for decode's body. The place is null for a handle of another engine than ours."""
+    """For prefill's answer and the decode body. The place is null unless the handle is the embedded engine's."""
     details = result.prompt_tokens_details
     return {
         "do_remote_decode": False,
@@ -55,7 +55,7 @@ def params_with_handoff(result: PrefillResult) -> Params:
 
 
 def read_params(raw: object) -> PrefillResult | None:
-    """The prefill result in prefill's answer. Raise HandoffRefusedError."""
+    """The prefill result in prefill's answer. Raises HandoffRefusedError."""
     try:
         return result_in(msgspec.convert(raw, KvTransferParams))
     except msgspec.ValidationError as error:
@@ -63,7 +63,7 @@ def read_params(raw: object) -> PrefillResult | None:
 
 
 def result_in(params: KvTransferParams) -> PrefillResult | None:
-    """The prefill result; None before the prefill. Raise HandoffRefusedError; types and ranges are checked already."""
+    """The prefill result; None before the prefill. Raises HandoffRefusedError. Types and ranges are checked before."""
     if params.do_remote_decode and params.do_remote_prefill:
         raise HandoffRefusedError(
             "kv_transfer_params: do_remote_decode and do_remote_prefill are both true; expected one of them"
@@ -73,7 +73,7 @@ def result_in(params: KvTransferParams) -> PrefillResult | None:
         return None
     if params.remote_handle is None:
         raise HandoffRefusedError(
-            "kv_transfer_params: remote_handle is missing; without it no engine finds the KV"
+            "kv_transfer_params: remote_handle is missing; engines need it to find the KV"
         )
     _require_place(params, _place_of(params.remote_handle), "what its remote_handle says")
     cached = params.remote_cached_tokens
@@ -100,7 +100,7 @@ def _place_of(disaggregated_params: Params) -> Params:
 
 
 def _handle_in(opaque_state: object) -> KvHandle | None:
-    """None for a handle that the embedded engine has not made: only the engine itself can check that one."""
+    """None for another engine's handle, which only that engine can check."""
     try:
         return decode_handle(base64.b64decode(opaque_state, validate=True))  # type: ignore[arg-type]
     except (HandoffRefusedError, TypeError, ValueError):
@@ -114,7 +114,7 @@ _KEYS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 def bootstrap_keys(rendezvous: Rendezvous) -> dict[str, Any]:
-    """Raise ConfigError for a prefill engine with an endpoint that is not a host and a port."""
+    """Raises ConfigError if the prefill engine's endpoint is not host and port."""
     place = split_endpoint(str(rendezvous.ctx_info_endpoint))
     if place is None:
         raise ConfigError(
@@ -125,7 +125,7 @@ def bootstrap_keys(rendezvous: Rendezvous) -> dict[str, Any]:
 
 
 def room_in(wire: WireRequest) -> Rendezvous | None:
-    """That of the bootstrap keys; None without any. Raise HandoffRefusedError when one is missing or no host."""
+    """The rendezvous of the bootstrap keys, if any. Raises HandoffRefusedError if one is missing or no host."""
     if wire.bootstrap_room is None and wire.bootstrap_host is None and wire.bootstrap_port is None:
         return None
     given = {name: getattr(wire, name) for name in _KEYS}
@@ -140,21 +140,21 @@ def room_in(wire: WireRequest) -> Rendezvous | None:
     return Rendezvous(given["bootstrap_room"], endpoint)
 
 
-#: A validation error at one of these paths is raised as HandoffRefusedError.
+#: A validation error at these paths becomes HandoffRefusedError.
 HANDOFF_PATHS = ("$.prefill_result", "$.kv_transfer_params", "$.rendezvous", "$.bootstrap_")
 
 
 class Given(NamedTuple):
-    """The handoff, or the announcement of one, that a request contains."""
+    """A request's handoff, or its announcement."""
 
     prefill_result: PrefillResult | None
     rendezvous: Rendezvous | None
-    #: True: a decode comes after this prefill, whatever `max_tokens` is.
+    #: True: a decode follows this prefill, whatever `max_tokens` is.
     decode_follows: bool
 
 
 def given_in(wire: WireRequest) -> Given:
-    """Raise HandoffRefusedError."""
+    """Raises HandoffRefusedError."""
     params, room = wire.kv_transfer_params, room_in(wire)
     forms = {
         "prefill_result": wire.prefill_result,
@@ -171,7 +171,7 @@ def given_in(wire: WireRequest) -> Given:
 
 
 def result_of(chunk: TokenChunk) -> PrefillResult | None:
-    """The prefill result in prefill's chunk; None when the chunk is the whole answer. Raise HandoffRefusedError."""
+    """The prefill result in prefill's chunk; None if the chunk is the whole answer. Raises HandoffRefusedError."""
     if chunk.kv_transfer_params is not None:
         return read_params(chunk.kv_transfer_params)
     if chunk.disaggregated_params is None:

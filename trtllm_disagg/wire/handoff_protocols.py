@@ -1,4 +1,4 @@
-"""The handoff protocols: each writes handoffs in its own form. Reading is the same for all (`handoff_formats.py`)."""
+"""The handoff protocols: each writes its own form; one reader reads all (`handoff_formats.py`)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from trtllm_disagg.wire.handoff_formats import bootstrap_keys, params_for_prefil
 
 
 class HandoffProtocol:
-    """A worker chooses one at construction. A protocol never changes its arguments. This one has Dynamo's own keys:
+    """Chosen at a worker's construction; never changes its arguments. This one uses Dynamo's keys:
     `disaggregated_params` in prefill's answer, `prefill_result` or `rendezvous` in a request.
     """
 
     def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
-        """The body for another worker: the request as it came, and what its phase needs besides."""
+        """The body for another worker: the request as it came, and what its phase needs."""
         return encode_request(request, phase_request)
 
     def answer(self, handoff: Handoff, num_prompt: int) -> TokenChunk:
-        """A prefill worker's one chunk. A final answer looks the same in all protocols."""
+        """A prefill worker's only chunk. A final answer is the same in all protocols."""
         return handoff.as_chunk(num_prompt)
 
     def adapt(self, rendezvous: Rendezvous) -> Rendezvous:
-        """A rendezvous that `encode` can write. Raises ConfigError when the protocol cannot express this one."""
+        """A rendezvous that `encode` can write. Raises ConfigError if the protocol cannot express it."""
         return rendezvous
 
 
@@ -37,7 +37,7 @@ DYNAMO = HandoffProtocol()
 # SGLang's concurrent protocol: the same `bootstrap_host`, `bootstrap_port` and `bootstrap_room` in both bodies.
 
 
-#: Engines make smaller ids themselves.
+#: Engines generate smaller ids.
 _FIRST_ROOM = 1 << 40
 _NO_ROOM = 1 << 63
 
@@ -48,7 +48,7 @@ class BootstrapProtocol(HandoffProtocol):
         return body if request.rendezvous is None else body | bootstrap_keys(request.rendezvous)
 
     def adapt(self, rendezvous: Rendezvous) -> Rendezvous:
-        """With a random room that cannot be guessed: a sender that knows it can write into the blocks offered there."""
+        """With a secret random room: a sender that knows it can write into the blocks offered there."""
         room = _FIRST_ROOM + secrets.randbelow(_NO_ROOM - _FIRST_ROOM)
         adapted = msgspec.structs.replace(rendezvous, disagg_request_id=room)
         bootstrap_keys(adapted)  # raises ConfigError
@@ -59,17 +59,17 @@ class BootstrapProtocol(HandoffProtocol):
 
 
 _KEY = "kv_transfer_params"
-#: OpenAI's keys; where a body has them they are changed too, so that a reader of these also sees one token.
+#: OpenAI's keys, changed too if present, so that their readers also see one token.
 _LIMITS = ("max_tokens", "max_completion_tokens")
 _LEFT_OUT = ("stream_options",)
 
 
 class TwoPhaseProtocol(HandoffProtocol):
     def encode(self, request: GenerateRequest, phase_request: PhaseRequest) -> dict[str, Any]:
-        """Fields that are changed for prefill are in decode's body as they came: both bodies are made from `raw`."""
+        """The decode body keeps the fields changed for prefill: both bodies are made from `raw`."""
         body = encode_request(msgspec.structs.replace(request, prefill_result=None), phase_request)
-        if phase_request.kind == "prefill":
-            # Prefill alone makes an answer of one token; no KV has to be kept for it.
+        if phase_request.phase == "prefill":
+            # Prefill alone answers one token; no KV has to be kept.
             return _of_one_token(body) | {
                 _KEY: params_for_prefill(remote_decode=request.stop.max_tokens != 1)
             }
@@ -100,7 +100,7 @@ def _of_one_token(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _min_tokens_capped(options: dict[str, Any]) -> dict[str, Any]:
-    """`options` with min_tokens 1 in place of a larger one."""
+    """`options` with min_tokens at most 1."""
     return options | ({"min_tokens": 1} if options.get("min_tokens") else {})
 
 

@@ -1,9 +1,8 @@
-"""The handle inside `DisaggregatedParams.opaque_state`: which engine holds the KV of which prompt, in which blocks.
+"""The handle in `DisaggregatedParams.opaque_state`: the engine that holds the KV, its prompt, its blocks.
 
-It comes from the network, so decoding validates and bounds it. It proves nothing by itself: the sender compares it
-with its own lease before the receiver may use what it read (`kv_transfer/pull.py`). Its `endpoint` is the sender's
-control channel, a socket file: unix:///PATH. TensorRT-LLM's engines, which have handles of their own, have endpoints
-tcp://HOST:PORT.
+It comes from the network, so decoding validates and bounds it. It proves nothing: the sender compares it with its lease
+before the receiver uses what it read (`kv_transfer/pull.py`). Its `endpoint` is the sender's control channel, a socket
+file: unix:///PATH. TensorRT-LLM's engines have other handles, and endpoints tcp://HOST:PORT.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ EXPECTED = "tcp://HOST:PORT or unix:///PATH"
 _ENDPOINT = re.compile(
     r"tcp://(\[[0-9a-fA-F:]+\]|[0-9A-Za-z._-]+):(\d{1,5})|unix://((?:/[0-9A-Za-z._-]+){1,16})", re.ASCII
 )
-#: A path has no port; protocols that name a host and a port get this one beside it.
+#: The port for a path, in protocols that name host and port.
 _NO_PORT = 1
 _MAX_LENGTH = 256
 VERSION = 1
 MAX_BLOCKS = 1 << 20
 MAX_BYTES = 16 << 20
-#: Errors of msgspec for bytes that are not a message. ValueError: a string in them is not UTF-8.
+#: Errors of msgspec for bytes that are no message. ValueError: a string is not UTF-8.
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 _encoder = msgspec.msgpack.Encoder()
 
 
 def is_endpoint(text: object) -> bool:
-    """True for a valid endpoint; `text` may come from the network."""
+    """Whether `text`, perhaps from the network, is a valid endpoint."""
     return isinstance(text, str) and split_endpoint(text) is not None
 
 
 def split_endpoint(text: str) -> tuple[str, int] | None:
-    """(host, port), an IPv6 address without its brackets, or (a socket's path, 1); None for another text."""
+    """(host, port), IPv6 without brackets, or (a socket's path, 1); None for other texts."""
     match = _ENDPOINT.fullmatch(text) if len(text) <= _MAX_LENGTH else None
     if match is None:
         return None
@@ -57,32 +56,32 @@ def join_endpoint(host: str, port: int) -> str:
 
 
 def socket_path(endpoint: str) -> str | None:
-    """Of an endpoint that is a socket file. Check before connecting that it is this user's (`ipc/sockets.py`)."""
+    """The path of a socket-file endpoint. Before connecting, check that it is this user's (`ipc/sockets.py`)."""
     place = split_endpoint(endpoint)
     return place[0] if place is not None and place[0].startswith("/") else None
 
 
 class KvHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
-    #: Unique name of the sending engine process; a restarted one has another.
+    #: Unique name of the sending engine process; a restart changes it.
     sender: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-    #: Where the sender's control channel listens.
+    #: The sender's control channel.
     endpoint: Annotated[str, msgspec.Meta(max_length=256)]
     lease: Digest
     layout: Digest
     prompt: Digest
     num_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 32)]
     blocks: Annotated[list[BlockId], msgspec.Meta(max_length=MAX_BLOCKS)]
-    #: The seed that the first token was drawn with; the rest of the answer uses it too.
+    #: The seed of the first token, and of the later ones.
     seed: Number63
-    #: Prompt tokens that prefill found in its own cache (for the answer's usage).
+    #: Prompt tokens that prefill had cached (for the answer's usage).
     cached_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
 
     def encode(self) -> bytes:
         return _encoder.encode(self)
 
     def digest(self) -> bytes:
-        """A hash of all fields, which the sender compares with that of its lease."""
+        """A hash of all fields, which the sender compares with its lease's."""
         return hashlib.blake2b(self.encode(), digest_size=16).digest()
 
 
@@ -90,7 +89,7 @@ _decoder = msgspec.msgpack.Decoder(KvHandle)
 
 
 def decode_handle(opaque_state: bytes) -> KvHandle:
-    """Raise HandoffRefusedError when the bytes are not a handle of this version."""
+    """Raises HandoffRefusedError unless the bytes are a handle of this version."""
     if len(opaque_state) > MAX_BYTES:
         raise HandoffRefusedError(f"handoff of {len(opaque_state)} bytes; at most {MAX_BYTES} are accepted")
     try:

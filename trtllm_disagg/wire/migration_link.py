@@ -1,4 +1,4 @@
-"""How a request began, for the worker that continues it after a migration (decision 22)."""
+"""Carries prompt length and seed to the worker that continues a request after a migration (decision 22)."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Any, NamedTuple
 
 from trtllm_disagg.types import Migrated
 
-#: Dynamo passes the `worker_trace_link` of the last worker's answer to the next worker under this key.
+#: Under this key the next worker gets the `worker_trace_link` of the last worker's answer.
 _LINK = "migration_link"
-#: Prefix of our trace ids, to distinguish them from those of a tracing library.
+#: Distinguishes our trace ids from a tracing library's.
 _MARK = "7472746c6c6d6467"
-_MOST_DELIVERED = 1 << 20
+_MAX_DELIVERED = 1 << 20
 _HEX = re.compile(r"[0-9a-f]{16}")
 
 
 class MigrationLink(NamedTuple):
-    """Dynamo appends the tokens that the client has to the prompt and subtracts them from `max_tokens`. It loses which
-    of them were generated: penalties begin anew, usage counts them as prompt, and where prefill's sums differ from
-    decode's another token may come. So each answer has the length of its prompt and its seed in its link.
+    """Dynamo appends the client's tokens to the prompt and subtracts them from `max_tokens`, so it loses which were
+    generated: penalties would restart, usage would count them as prompt, and prefill's sums could yield another token
+    than decode's. So each answer's link has its prompt length and seed.
     """
 
     num_prompt: int
-    #: The seed that the first worker drew; 0 when the request had a seed.
+    #: The seed drawn by the first worker; 0: the request had a seed.
     seed: int
 
     def encode(self) -> dict[str, str]:
-        """The link in the form of W3C ids: 32 and 16 hexadecimal digits."""
+        """The link as W3C ids of 32 and 16 hexadecimal digits."""
         return {"trace_id": f"{_MARK}{self.seed:016x}", "span_id": f"{self.num_prompt:016x}"}
 
     @classmethod
     def read(cls, link: object) -> MigrationLink | None:
-        """None for a link that no worker of this project has made."""
+        """None for a link of another program."""
         if not isinstance(link, dict):
             return None
         trace_id, span_id = str(link.get("trace_id")), str(link.get("span_id"))
@@ -42,8 +42,8 @@ class MigrationLink(NamedTuple):
 
 
 def before_migration(raw: dict[str, Any]) -> tuple[dict[str, Any], Migrated | None]:
-    """(the body as it was before its migration, what was taken out of it); (the body, None) without our link."""
-    if not isinstance(raw, dict) or _LINK not in raw:
+    """(the body before its migration, what was removed); (the body, None) without our link."""
+    if _LINK not in raw:
         return raw, None
     link, tokens = MigrationLink.read(raw[_LINK]), raw.get("token_ids")
     if link is None or not isinstance(tokens, list) or not 0 < link.num_prompt <= len(tokens):
@@ -60,9 +60,9 @@ def before_migration(raw: dict[str, Any]) -> tuple[dict[str, Any], Migrated | No
 
 
 def length_of_prompt(raw: dict[str, Any], count: int) -> int:
-    """How many of a body's `count` tokens are prompt. Of more delivered tokens than any engine makes, all count."""
-    link = MigrationLink.read(raw.get(_LINK))
-    if link is None or not 0 < link.num_prompt <= count <= link.num_prompt + _MOST_DELIVERED:
+    """The number of prompt tokens among `count`; all, if the link would leave more than any engine generates."""
+    link = MigrationLink.read(raw[_LINK]) if _LINK in raw else None
+    if link is None or not 0 < link.num_prompt <= count <= link.num_prompt + _MAX_DELIVERED:
         return count
     return link.num_prompt
 

@@ -1,1 +1,1 @@
-"""One worker from its command line to serving."""
+"""One worker, from command line to serving."""

@@ -1,5 +1,5 @@
-"""Whether a worker may serve in the other role, and what the settings of its engine cost there: an engine runs both
-phases, but its arguments are chosen for one. `flip` and `doctor` judge them by the same functions.
+"""Judges whether a worker may serve in the other role, and what its engine's settings cost there: an engine runs both
+phases, but its arguments suit one. `flip` and `doctor` share these functions.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from trtllm_disagg.engine.trtllm_version import OLDEST_SERVED
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.worker.pairing import Description, fixed_by, require_pair
 
-#: A worker does much less than the others of its role below this share of what the largest of them does.
+#: Below this share of the role's largest worker, a worker does much less than the others.
 _MUCH_SMALLER = 0.5
-#: TensorRT-LLM may leave out weights that only the role not named by this variable needs. Beside `context` and
-#: `generation` it takes older names: ctx0, gen0, decode.
+#: TensorRT-LLM may omit weights that the role in this variable does not need. Besides `context` and `generation` it
+#: accepts older names: ctx0, gen0, decode.
 _ROLE_VARIABLE = "TRTLLM_DISAGG_ROLE"
 _NAMES_OF_ROLES = {"ctx": Role.PREFILL, "context": Role.PREFILL, "prefill": Role.PREFILL}
 _NAMES_OF_ROLES |= {"gen": Role.DECODE, "generation": Role.DECODE, "decode": Role.DECODE}
-#: With 1 it decodes without waiting for any KV.
+#: With 1 it decodes without waiting for KV.
 _DECODES_WITHOUT_KV = "TRTLLM_DISAGG_BENCHMARK_GEN_ONLY"
 
 
 class RoleSettings(Described, frozen=True):
-    """The settings that make an engine good for one role. None: not known, or the engine's own choice."""
+    """The settings that suit an engine to one role. None: unknown, or the engine's choice."""
 
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
@@ -43,12 +43,12 @@ class RoleSettings(Described, frozen=True):
     context_parallel_size: int = 1
     moe_expert_parallel_size: int | None = None
     enable_attention_dp: bool = False
-    #: Variables that tie the engine to a role, with the value of each -> that role.
+    #: Variables, with their values, that tie the engine to a role -> that role.
     role_variables: dict[str, Role] = msgspec.field(default_factory=dict)
 
     @classmethod
     def of(cls, args: Mapping[str, Any], environ: Mapping[str, str]) -> RoleSettings:
-        """`args`: the arguments of LLM(...), where those that are missing have TensorRT-LLM's defaults."""
+        """`args`: the arguments of LLM(...); missing ones have TensorRT-LLM's defaults."""
         return cls(
             args.get("max_batch_size"),
             args.get("max_num_tokens"),
@@ -69,7 +69,7 @@ class RoleSettings(Described, frozen=True):
         return (self.tensor_parallel_size or 1) * sizes
 
     def __str__(self) -> str:
-        """How the engine is spread over its GPUs; empty where that is not known."""
+        """The engine's parallelism; empty if unknown."""
         if self.tensor_parallel_size is None:
             return ""
         expert = f" EP{self.moe_expert_parallel_size}" if (self.moe_expert_parallel_size or 0) > 1 else ""
@@ -97,7 +97,7 @@ def _role_variables(environ: Mapping[str, str]) -> dict[str, Role]:
 
 
 def unmet_by_prefill(prefill: Description) -> dict[str, str]:
-    """What TensorRT-LLM needs of a prefill worker's engine that this one has not, by the name of the setting."""
+    """TensorRT-LLM's unmet needs for a prefill worker's engine, by setting."""
     settings, version, unmet = RoleSettings.described(prefill), prefill.get("trtllm_version"), {}
     if settings.overlap_scheduler and version and Version(version) < OLDEST_SERVED:
         unmet["overlap_scheduler"] = "disable_overlap_scheduler: true"
@@ -108,7 +108,7 @@ def unmet_by_prefill(prefill: Description) -> dict[str, str]:
 
 
 class Misfit(NamedTuple):
-    """A setting with which a worker serves in a role, though slowly."""
+    """A setting with which a worker serves a role slowly."""
 
     #: The key and the value.
     setting: str
@@ -123,19 +123,19 @@ class Misfit(NamedTuple):
 
 
 def graphs_misfit(decode: RoleSettings) -> Misfit | None:
-    """Of the CUDA graphs of a decode worker."""
-    most, batch = decode.largest_graph, decode.max_batch_size
-    if most == 0:
+    """The misfit of a decode worker's CUDA graphs."""
+    largest, batch = decode.largest_graph, decode.max_batch_size
+    if largest == 0:
         cost = "without CUDA graphs every step pays for its launches"
         return Misfit("cuda_graph_config: null", "graphs", cost)
-    if most is not None and batch is not None and most < batch:
-        cost = f"steps of more than {most} requests run without a graph; max_batch_size is {batch}"
-        return Misfit(f"cuda_graph_config.max_batch_size: {most}", str(batch), cost, is_grave=False)
+    if largest is not None and batch is not None and largest < batch:
+        cost = f"steps of more than {largest} requests run without a graph; max_batch_size is {batch}"
+        return Misfit(f"cuda_graph_config.max_batch_size: {largest}", str(batch), cost, is_grave=False)
     return None
 
 
 def overlap_misfit(decode: RoleSettings) -> Misfit | None:
-    """Of the scheduler of a decode worker."""
+    """The misfit of a decode worker's scheduler."""
     if decode.overlap_scheduler is not False:
         return None
     cost = "in every step the GPU waits for the CPU work of the step before"
@@ -143,7 +143,7 @@ def overlap_misfit(decode: RoleSettings) -> Misfit | None:
 
 
 def _misfits(own: Description, alike: Sequence[Description]) -> Iterator[Misfit]:
-    """Of a worker in its new role, alone and beside the other workers of that role, `alike`."""
+    """A worker's misfits in its new role, alone and compared with the role's other workers, `alike`."""
     to, settings = Role(own["role"]), RoleSettings.described(own)
     beside = [RoleSettings.described(each) for each in alike]
     for variable, role in settings.role_variables.items():
@@ -171,9 +171,9 @@ def _misfits(own: Description, alike: Sequence[Description]) -> Iterator[Misfit]
 def _smaller(
     key: str, own: int | None, others: Sequence[int | None], to: Role, *, is_grave: bool
 ) -> Iterator[Misfit]:
-    most = max(filter(None, others), default=0)
-    if own is not None and own < (least := math.ceil(_MUCH_SMALLER * most)):
-        cost = f"another {to} worker has {most}, and this one does less at once"
+    largest = max(filter(None, others), default=0)
+    if own is not None and own < (least := math.ceil(_MUCH_SMALLER * largest)):
+        cost = f"another {to} worker has {largest}, and this one does less at once"
         yield Misfit(f"{key}: {own}", f"at least {least}", cost, is_grave)
 
 
@@ -181,7 +181,7 @@ def _smaller(
 
 
 def flipped(config: WorkerConfig, to: Role) -> WorkerConfig:
-    """The configuration of the same worker in another role. Raises InvalidRequestError for what ties it to its own."""
+    """The worker's configuration in another role. Raises InvalidRequestError for what ties it to its own."""
     if config.role is Role.AGG:
         raise _refusal(to, "no flip: a worker of mode agg runs both phases")
     if config.role is to:
@@ -195,9 +195,9 @@ def flipped(config: WorkerConfig, to: Role) -> WorkerConfig:
 
 
 def check_flip(own: Description, others: Sequence[Description], *, force: bool) -> list[str]:
-    """Whether a worker can join the others of its new role; `own`: its description in that role, `others`: all other
-    workers of its model. Returns a sentence for each thing that would only be slow. Raises InvalidRequestError or
-    ConfigError for what would fail, and without `force` for what would be very slow.
+    """Check that a worker can join its new role; `own`: its description in that role, `others`: all other workers of
+    its model. Returns a sentence per slow setting. Raises InvalidRequestError or ConfigError for what would fail, or
+    without `force` be very slow.
     """
     to = Role(own["role"])
     before = Role.DECODE if to is Role.PREFILL else Role.PREFILL

@@ -1,6 +1,6 @@
-"""How a worker leaves its deployment, for every reason: it leaves discovery, waits for its running requests, and hands
-those that take too long back to their frontends. Dynamo's own shutdown would stop them after 30 s as if their clients
-had disconnected.
+"""Makes a worker leave its deployment, for every reason: it leaves discovery, waits for its requests, and gives those
+that take too long back to their frontends. Dynamo's own shutdown would stop them after 30 s as if their clients had
+disconnected.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST
 from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.engine.capabilities import COUNTS_REQUESTS
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.errors import DisaggError
-from trtllm_disagg.handlers.cancellation import WorkerDrain, num_in_background
-from trtllm_disagg.prefill_queue import PrefillQueue
+from trtllm_disagg.errors import DisaggError, WorkerLeavingError
+from trtllm_disagg.handlers.drain import WorkerDrain, num_in_background
+from trtllm_disagg.prefill_queue import WorkerQueue
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.worker.life import Action, Event, Life
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Engines have no event for being idle, so they are polled.
+#: Seconds between polls: engines have no event for being idle.
 _POLL_SECONDS = 0.05
-#: For the removal from discovery. Behind a discovery that hangs, requests still end and the engine is closed.
+#: For leaving discovery. Even if discovery hangs, requests end and the engine is closed.
 _LEAVE_SECONDS = 5.0
 #: Between two steps of an engine that reports fetched KV only during a step.
 _STEP_SECONDS = 1.0
-#: For the answer to a command: Dynamo drops the answers of a worker that has left discovery.
+#: For a command's answer: Dynamo drops the answers of an unlisted worker.
 _ANSWER_SECONDS = 0.1
-#: The part of the grace period without a request after which frontends count as knowing that this worker leaves.
+#: After this share of the grace period without a request, frontends count as knowing that this worker leaves.
 _UNCALLED = 0.25
 #: Time for calls in flight to arrive, and to be refused.
 _SENT_SECONDS = 0.25
@@ -46,18 +46,31 @@ class Leaving:
     place: Registration
     drain: WorkerDrain
     engine: Engine
-    queue: PrefillQueue
+    queue: WorkerQueue
     drain_seconds: float
     leave_seconds: float = _LEAVE_SECONDS
-    #: No request runs any more, or the drain is over.
+    #: No request runs, or the drain is over.
     is_quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Why the last drain failed or exceeded its limit.
+    waits_for: str | None = None
 
     async def finish(self, seconds: float) -> int:
-        """Leave on a command. Returns the number of requests that still run after `seconds`, or 0 once none does."""
+        """Leave on a command. Returns the number of requests that still run after `seconds`; 0 as soon as none does."""
         if self.life.command(Event.FINISH) is Action.LEAVE:
             self.drain_seconds = seconds
         await self.is_quiet.wait()
         return self.drain.num_running
+
+    @property
+    def is_paused(self) -> bool:
+        """Paused and drained: no request needs this worker."""
+        return self.life.reason.pauses and self.is_quiet.is_set()
+
+    def resume(self) -> None:
+        """Begin the next role term in the same role. Raises WorkerLeavingError if this worker is not paused."""
+        if not self.is_paused:
+            raise WorkerLeavingError(f"this worker is not drained by a pause: it is {self.life.state.value}")
+        self.life.command(Event.RESUME)
 
     async def run(self) -> None:
         """From unlisted to over."""
@@ -72,8 +85,8 @@ class Leaving:
             if await self._in_time(place.hide(closes_namespace=reason.closes_namespace)) is not False:
                 await self._until_uncalled(grace_seconds)
             else:
-                # A second stage: a caller drops a call that it is sending to a worker that leaves discovery, and the KV
-                # of a prefill would wait for the end of its lease.
+                # A second stage: callers drop calls that they are sending to an unlisted worker, and a prefill's KV
+                # would wait for its lease's end.
                 self.drain.refuses = True
                 await asyncio.sleep(min(grace_seconds, _SENT_SECONDS))
         await self._in_time(place.unlist())
@@ -82,17 +95,18 @@ class Leaving:
         life.happened(Event.UNCALLED)
         opening = asyncio.create_task(self._open_namespace(is_over), name="opening")
         try:
-            ended = await self._drained()
+            ended = await (self._paused() if reason.pauses else self._drained())
         finally:
             opening.cancel()
         await self._open_namespace()
         self.is_quiet.set()
-        life.happened(ended)
+        if life.happened(ended) is Action.CUT:
+            log.warning("giving the requests back to their frontends")
         await self.drain.cut()
 
     async def _until_uncalled(self, grace_seconds: float) -> None:
-        """Wait for the grace period, or until no request has come for a part of it. A request that comes later finds no
-        worker, and is sent to another one.
+        """Wait for the grace period, or until no request has come for a part of it. A later request goes to another
+        worker.
         """
         now = quiet_since = began = time.monotonic()
         seen = self.drain.num_entered
@@ -103,7 +117,7 @@ class Leaving:
                 quiet_since = now
 
     async def _in_time(self, step: Awaitable[T]) -> T | None:
-        """None for a step that fails, or takes too long: the worker leaves all the same."""
+        """None for a step that fails or takes too long: the worker leaves all the same."""
         try:
             async with asyncio.timeout(self.leave_seconds):
                 return await step
@@ -114,32 +128,47 @@ class Leaving:
         return None
 
     async def _open_namespace(self, at: float = 0.0) -> None:
-        """By the end of the grace period: another first stage may have come, while the last request takes minutes."""
+        """By the end of the grace period: a new first stage may have come, though the last request takes minutes."""
         await asyncio.sleep(at - time.monotonic())
         with contextlib.suppress(Exception):
             async with asyncio.timeout(_SENT_SECONDS):
                 await self.place.cards.open_namespace()
 
+    async def _paused(self) -> Event:
+        """Wait for a resume, possible once drained, or a stop. Cuts no request, and retries the drain."""
+
+        async def drain() -> None:
+            while not self.is_quiet.is_set():
+                await self._drained()
+                await asyncio.sleep(_STEP_SECONDS)
+
+        draining = asyncio.create_task(drain(), name="draining")
+        try:
+            await self.life.goes_on.wait()
+        finally:
+            draining.cancel()
+            await asyncio.wait({draining})
+        return Event.DRAINED if self.is_quiet.is_set() else await self._drained()
+
     async def _drained(self) -> Event:
+        ended, why = Event.DRAINED, None
         try:
             async with asyncio.timeout(self.drain_seconds):
                 await self._until_quiet()
+            self.is_quiet.set()
         except TimeoutError:
-            log.warning(
-                "%d requests still run after %g s: they are handed back to their frontends; the KV of %d handoffs may "
-                "still be read",
-                self.drain.num_running,
-                self.drain_seconds,
-                self.engine.handoffs.count(),
-            )
-            return Event.DEADLINE
+            ended, held = Event.DEADLINE, self.engine.handoffs.count()
+            running = f"{self.drain.num_running} requests still run after {self.drain_seconds:g} s"
+            why = f"{running}; the KV of {held} handoffs may still be read"
         except Exception as error:
-            log.warning("the engine cannot be asked whether it is idle: %s", error)
-        return Event.DRAINED
+            why = f"cannot ask the engine whether it is idle: {error}"
+        if why not in (None, self.waits_for):
+            log.warning(why)
+        self.waits_for = why
+        return ended
 
     async def _until_quiet(self) -> None:
-        """Wait until no request runs or is relayed, and no KV is held that a decode worker may still read."""
-        await self.queue.drained()
+        """Wait until no request runs or is relayed, and no decode worker may still read KV here."""
         await self.drain.none_runs()
         stepping = asyncio.create_task(self._step(), name="steps")
         try:
@@ -150,8 +179,8 @@ class Leaving:
             stepping.cancel()
 
     async def _step(self) -> None:
-        """Give TensorRT-LLM a small request each second while it may hold KV: only in its next step it reports that
-        decode has fetched KV, and it takes no step without a request.
+        """Give TensorRT-LLM a small request each second while it may hold KV: it reports fetched KV only in its next
+        step, and takes no step without a request.
         """
         engine = self.engine
         while COUNTS_REQUESTS not in engine.capabilities:

@@ -1,35 +1,33 @@
-"""A worker's life on one page: its states, what happens to it (`TABLE`), and the sequence of its role terms (`live`).
+"""A worker's life on one page: its states and events (`TABLE`), and the sequence of its role terms (`live`).
 
-The engine lives as long as the process; what is around it lives for one role term.
+The engine lives as long as the process, all around it for one role term.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol, Self, TypeVar
 
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import WorkerLeavingError
-
-if TYPE_CHECKING:
-    from trtllm_disagg.worker.process import WorkerProcess
-    from trtllm_disagg.worker.worker import RoleTerm
 
 log = logging.getLogger(__name__)
 
 
 class State(Enum):
-    """Where a worker is in its role term. Its description has the value."""
+    """A worker's state in its role term, shown in its description."""
 
-    #: The engine loads, or is there from the role term before; discovery does not list this worker yet.
+    #: The engine loads, or is loaded from the previous role term; discovery does not list this worker.
     LOADING = "loading"
-    #: Other workers see it. It is compared with them, and registers.
+    #: Other workers see it. It compares itself with them, and registers.
     LISTED = "listed"
     SERVING = "serving"
-    #: It leaves discovery, and still answers callers that do not know.
+    #: It leaves discovery, but answers callers that do not know.
     UNLISTED = "unlisted"
     #: It finishes its requests.
     DRAINING = "draining"
@@ -44,11 +42,14 @@ class Event(Enum):
     STOP = "told to stop"
     FLIP = "flip"
     FINISH = "finish with its revision"
-    #: Its lease is over. A worker that leaves goes on with that: it flips, or ends, as it was told.
+    #: Its lease is over. A leaving worker continues to leave: it flips or ends, as commanded.
     DROPPED = "dropped by discovery"
     DIED = "engine died"
     FAILED = "role term failed"
-    #: Its files in discovery may be gone, or are.
+    #: It finishes its requests, and waits.
+    PAUSE = "pause"
+    RESUME = "resume"
+    #: Its files in discovery may be gone.
     AWAKE = "frozen and awake"
     UNCALLED = "callers know that it left"
     DRAINED = "drained"
@@ -62,9 +63,11 @@ class Action(Enum):
     LIST = "enter discovery"
     READY = "be ready"
     LEAVE = "begin to leave"
-    #: Go on leaving, for this reason in place of the first one.
+    #: Go on leaving, for this reason instead of the first.
     PREVAIL = "prevail"
     RENEW = "enter discovery again"
+    #: End a pause.
+    GO_ON = "go on"
     DRAIN = "wait for requests"
     CUT = "hand requests back"
     END = "end the runtime"
@@ -73,7 +76,7 @@ class Action(Enum):
     IGNORE = "ignore"
 
 
-#: In each state the next state and the action, where something happens. Else commands are refused, and events ignored.
+#: Event and state -> next state and action. For "-" commands are refused, and events ignored.
 _TABLE = """
           loading      listed          serving         unlisted          draining          over
 LOADED    listed:LIST  -               -               -                 -                 -
@@ -81,6 +84,8 @@ PAIRED    -            serving:READY   -               -                 -      
 STOP      over:END     unlisted:LEAVE  unlisted:LEAVE  unlisted:PREVAIL  draining:PREVAIL  over:PREVAIL
 FLIP      -            unlisted:LEAVE  unlisted:LEAVE  -                 -                 -
 FINISH    -            unlisted:LEAVE  unlisted:LEAVE  unlisted:PREVAIL  draining:PREVAIL  -
+PAUSE     -            unlisted:LEAVE  unlisted:LEAVE  -                 -                 -
+RESUME    -            -               -               -                 draining:GO_ON    -
 DROPPED   -            over:END        over:END        -                 -                 -
 DIED      over:END     unlisted:LEAVE  unlisted:LEAVE  unlisted:PREVAIL  draining:PREVAIL  over:PREVAIL
 FAILED    over:END     over:END        over:END        over:END          over:END          -
@@ -92,12 +97,15 @@ NEXT      -            -               -               -                 -      
 """
 
 
+_COMMANDS = (Event.FLIP, Event.FINISH, Event.PAUSE, Event.RESUME)
+
+
 def _table(text: str) -> dict[tuple[State, Event], tuple[State, Action]]:
     table = {}
     states, *rows = (line.split() for line in text.split("\n") if line)
     for name, *cells in rows:
         event = Event[name]
-        otherwise = Action.REFUSE if event in (Event.FLIP, Event.FINISH) else Action.IGNORE
+        otherwise = Action.REFUSE if event in _COMMANDS else Action.IGNORE
         for state, cell in zip(map(State, states), cells, strict=True):
             then, _, action = cell.partition(":")
             table[state, event] = (State(then), Action[action]) if action else (state, otherwise)
@@ -109,24 +117,27 @@ TABLE = _table(_TABLE)
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """How a role term ends for one event."""
+    """How an event ends a role term."""
 
-    #: For the log, and for the errors of requests.
+    #: For the log and the requests' errors.
     text: str
-    #: The worker leaves discovery in order, and answers callers that do not know yet.
+    #: The worker leaves discovery in order, and answers callers that do not know.
     has_grace: bool = False
-    #: It stays for the whole grace period, also when no request comes any more.
+    #: It stays for the full grace period, even without requests.
     stays: bool = False
-    #: All workers of its namespace leave: new requests go to others at once.
+    #: All workers of its namespace leave: new requests go elsewhere at once.
     closes_namespace: bool = False
     #: A role term follows.
     has_next: bool = False
+    #: No request is cut, and the role term lasts until a resume.
+    pauses: bool = False
 
 
 REASONS = {
     Event.STOP: Reason("SIGTERM or SIGINT", has_grace=True, stays=True),
     Event.FLIP: Reason("it becomes a {to} worker", has_grace=True, has_next=True),
     Event.FINISH: Reason("a command", has_grace=True, stays=True, closes_namespace=True),
+    Event.PAUSE: Reason("a pause", has_grace=True, has_next=True, pauses=True),
     Event.DROPPED: Reason("discovery has dropped it", has_next=True),
     Event.DIED: Reason("its engine died"),
     Event.FAILED: Reason("it cannot serve in this role", has_next=True),
@@ -134,13 +145,15 @@ REASONS = {
 
 
 class Life:
-    """The state of one worker, from its start to its end. Only `happened` changes it."""
+    """A worker's state from start to end. Only `happened` changes it."""
 
     def __init__(self) -> None:
         self.state = State.LOADING
-        #: This worker has been serving in this role term.
+        #: This role term has served.
         self.has_served = False
-        #: Why the role term ends, or has ended.
+        #: Set when a pause ends.
+        self.goes_on = asyncio.Event()
+        #: Why the role term ends or ended.
         self._why: Event | None = None
         self._to: Role | None = None
         self._ends = asyncio.Event()
@@ -150,16 +163,19 @@ class Life:
         if action is Action.OPEN:
             self._why, self.has_served = None, False
             self._ends.clear()
+            self.goes_on.clear()
         self.has_served |= action is Action.READY
-        # The first reason stays; only an end for good prevails over a next role term, and the engine's death over all.
+        # The first reason stays, but a final end prevails over a next role term, and the engine's death over all.
         prevails = action is Action.PREVAIL and (self.reason.has_next or event is Event.DIED)
         if prevails or (self._why is None and action in (Action.LEAVE, Action.END)):
             self._why = event
             self._ends.set()
+        if prevails or action is Action.GO_ON:
+            self.goes_on.set()
         return action
 
     def command(self, event: Event, to: Role | None = None) -> Action:
-        """`to`: the role of a flip. Raises WorkerLeavingError in a state that takes no command."""
+        """`to`: the role of a flip. Raises WorkerLeavingError in a state that refuses the command."""
         if (action := self.happened(event)) is Action.REFUSE:
             raise WorkerLeavingError(f"this worker takes no {event.value} now: it is {self.state.value}")
         self._to = to
@@ -167,7 +183,7 @@ class Life:
 
     @property
     def reason(self) -> Reason:
-        """Of the end of the role term; only once it ends."""
+        """Why the role term ends; call it only then."""
         return REASONS[self._why or Event.FAILED]
 
     @property
@@ -180,25 +196,38 @@ class Life:
         return self._to if self._why is Event.FLIP else None
 
     async def ended(self, serving: asyncio.Task[None]) -> None:
-        """Wait until the role term ends, or `serving` by itself: with an error, or since discovery dropped it."""
-        told = asyncio.create_task(self._ends.wait())
+        """Wait until the role term ends, or `serving` ends by an error or because discovery dropped this worker."""
+        ending = asyncio.create_task(self._ends.wait())
         try:
-            await asyncio.wait({serving, told}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, ending}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            told.cancel()
+            ending.cancel()
         if serving.done():
             self.happened(Event.FAILED if serving.exception() else Event.DROPPED)
         if self._why is Event.DROPPED:
-            log.warning("discovery has dropped this worker: it enters again, with the engine as it is")
+            log.warning("discovery has dropped this worker: entering again with the same engine")
 
 
-async def live(worker: WorkerProcess, first: RoleTerm) -> None:
-    """The only sequence: one role term after another. One that cannot be entered gives way to the one before. Raises
-    what a role term in use raises, or one without a role term before it, and EngineLostError when the engine dies.
+class Term(Protocol):
+    """A role term; implemented by `RoleTerm`."""
+
+    @property
+    def role(self) -> Role: ...
+    def entered(self) -> AbstractAsyncContextManager[asyncio.Task[None]]: ...
+    async def leave(self) -> None: ...
+    def following(self, to: Role | None) -> Self: ...
+    def again(self, after: Self) -> Self: ...
+
+
+T = TypeVar("T", bound=Term)
+
+
+async def live(life: Life, first: T, require_engine: Callable[[Exception | None], None]) -> None:
+    """Run one role term after another. If one cannot be entered, the previous one runs again. Raises the error of an
+    entered or first role term, and EngineLostError if the engine dies.
     """
-    life = worker.life
-    term: RoleTerm | None = first
-    before: RoleTerm | None = None
+    term: T | None = first
+    before: T | None = None
     while term is not None:
         life.happened(Event.NEXT)
         failure: Exception | None = None
@@ -209,7 +238,7 @@ async def live(worker: WorkerProcess, first: RoleTerm) -> None:
         except Exception as error:
             life.happened(Event.FAILED)
             failure = error
-        worker.require_engine(failure)
+        require_engine(failure)
         if failure is None:
             following, before = term.following(life.becomes), term
         elif before is None or life.has_served:

@@ -1,4 +1,4 @@
-"""Precision and shape of a model, read from its directory, as far as workers that share its KV must agree."""
+"""Reads from a model's directory the precision and shape on which workers that share its KV must agree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: The keys of config.json that decide the size and meaning of one token's KV, and which tokens there are.
+#: The keys of config.json that decide the vocabulary and the size and meaning of one token's KV.
 _KEYS = """
     architectures model_type num_hidden_layers num_attention_heads num_key_value_heads head_dim hidden_size
     kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim sliding_window layer_types rope_theta rope_scaling
@@ -22,15 +22,15 @@ _AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """The defaults stand for a model that is not a local directory: nothing is known about it."""
+    """The defaults mean an unknown model, outside a local directory."""
 
-    #: Type of the weights and activations that are not quantised.
+    #: Type of unquantised weights and activations.
     dtype: str = _AUTO
     #: The meaning of `kv_cache_config.dtype: auto`.
     kv_dtype: str = _AUTO
-    #: How the weights are quantised: fp8, nvfp4, ...; empty for none.
+    #: Quantisation of the weights: fp8, nvfp4, ...; empty for none.
     precision: str = ""
-    #: Hash of the shape and the tokenizer, equal for checkpoints of one model in two precisions; empty where unknown.
+    #: Hash of shape and tokenizer, equal for one model's checkpoints in any precision; empty if unknown.
     layout: str = ""
     max_positions: int | None = None
 
@@ -39,12 +39,12 @@ UNKNOWN_MODEL = ModelFacts()
 
 
 def read_model_facts(model: str | Path) -> ModelFacts:
-    """Never raises: the engine reports what is wrong with a model."""
+    """Never raises: the engine reports a bad model."""
     directory = Path(os.path.expanduser(model))
     config = _read(directory / "config.json")
     if not config:
         return UNKNOWN_MODEL
-    # A multimodal model keeps the configuration of its language model in `text_config`.
+    # A multimodal model has its language model's configuration in `text_config`.
     text = {**config, **_mapping(config.get("text_config"))}
     precision, kv_precision = _quantization(config, _read(directory / "hf_quant_config.json"))
     dtype = str(text.get("torch_dtype") or text.get("dtype") or _AUTO)
@@ -52,7 +52,7 @@ def read_model_facts(model: str | Path) -> ModelFacts:
 
 
 def _quantization(config: Mapping[str, Any], modelopt: Mapping[str, Any]) -> tuple[str, str]:
-    """(algorithm of the weights, of the KV) in lower case; empty for not quantised."""
+    """(algorithm of the weights, of the KV) in lower case; empty if unquantised."""
     of_config = _mapping(config.get("quantization_config"))
     of_modelopt = _mapping(modelopt.get("quantization")) or of_config
     precision = of_modelopt.get("quant_algo") or of_config.get("quant_method") or ""
@@ -69,19 +69,19 @@ def _layout(text: Mapping[str, Any], directory: Path) -> str:
     try:
         hasher.update((directory / "tokenizer.json").read_bytes())
     except OSError:
-        return ""  # without the tokenizer, two models of one shape cannot be distinguished
+        return ""  # two models of one shape differ only in the tokenizer
     return hasher.hexdigest()
 
 
 def _max_positions(text: Mapping[str, Any]) -> int | None:
-    """The longest sequence, as TensorRT-LLM infers it."""
+    """The longest sequence that TensorRT-LLM infers."""
     value = text.get("max_position_embeddings")
     scaling = _mapping(text.get("rope_scaling") or text.get("rope_parameters"))
     stretches = scaling.get("type", scaling.get("rope_type")) in ("linear", "dynamic")
     factor = scaling.get("factor", 1) if stretches else 1
     try:
         return int(value * factor) if isinstance(value, int) and isinstance(factor, int | float) else None
-    except (OverflowError, ValueError):  # JSON as Python reads it has Infinity and NaN
+    except (OverflowError, ValueError):  # Python's JSON has Infinity and NaN
         return None
 
 

@@ -1,4 +1,4 @@
-"""What two workers of one deployment must have in common. Workers compare it at their start, and `doctor` does, too."""
+"""Says what two workers of one deployment must have in common. Starting workers and `doctor` compare it."""
 
 from __future__ import annotations
 
@@ -12,61 +12,58 @@ from typing import Any, NamedTuple
 
 from trtllm_disagg import __version__
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
-from trtllm_disagg.engine.engine_facts import EngineFacts
-from trtllm_disagg.engine.engines import ENGINES, UNRESOLVED
+from trtllm_disagg.engine.table import ENGINES, UNRESOLVED
+from trtllm_disagg.engine.trtllm_version import default_runtime
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts
 
-#: A worker's JSON answer to a `Describe`. One from another version of this package may lack keys.
+#: A worker's JSON answer to a `Describe`. Another version of this package may lack keys.
 Description = Mapping[str, Any]
 
 _AUTO = "auto"
-#: TensorRT-LLM takes the first of these variables that is 1 as the meaning of DEFAULT, and NIXL when none is.
+#: The first of these variables that is 1 defines TensorRT-LLM's DEFAULT; otherwise DEFAULT is NIXL.
 _DEFAULT_BACKEND = {
     "TRTLLM_USE_NIXL_KVCACHE": "NIXL",
     "TRTLLM_USE_UCX_KVCACHE": "UCX",
     "TRTLLM_USE_MOONCAKE_KVCACHE": "MOONCAKE",
     "TRTLLM_USE_MPI_KVCACHE": "MPI",
 }
-#: The settings of speculative decoding that decide the shape of the KV and how many draft tokens a handoff carries.
+#: Settings of speculative decoding that decide the KV's shape and a handoff's number of draft tokens.
 _SPECULATIVE = ("decoding_type", "max_draft_len", "num_nextn_predict_layers", "speculative_model_dir")
-#: The key of a description that is true once the worker has run another strategy than it was started with.
+#: A description's key: true once the worker has run another strategy than at its start.
 WAS_SWITCHED = "was_switched"
-#: Older name of a setting -> the name that replaced it.
+#: Old name of a setting -> the new one.
 _RENAMED = {"speculative_model": "speculative_model_dir"}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    #: As clients name it.
+    #: The clients' name.
     model: str
-    #: The path or hub name given as `--model`.
+    #: The path or hub name in `--model`.
     source: str
-    #: Hash of config.json and weights, or the name of a model that the engine downloads itself.
+    #: Hash of config.json and weights, or the name of a model that the engine downloads.
     weights: str
-    #: `ModelFacts.layout` and `precision` where the engine can read KV of another weight precision; else empty.
+    #: `ModelFacts.layout` and `precision` if the engine can read KV of another weight precision; else empty.
     layout: str = ""
     precision: str = ""
     role: str = Role.AGG.value
-    #: Workers of the other role call this worker; a frontend does so only while it is a first stage.
-    is_worker_side: bool = False
-
-    def described(self) -> dict[str, Any]:
-        return asdict(self)
+    #: Peers call this worker; frontends only while it is a first stage.
+    is_run_by_workers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The settings of an engine that decide whether another engine can read its KV."""
+    """An engine's settings that decide whether another engine can read its KV."""
 
     engine: str
-    #: None for other engines, and where the version of TensorRT-LLM is unknown.
+    #: None for other engines, or if TensorRT-LLM's version is unknown.
     trtllm_version: str | None
     block_size: int
     dtype: str
     kv_dtype: str
     transceiver: str | None
-    #: PYTHON or CPP; auto where only the engine knows which.
+    #: PYTHON or CPP; auto if only the engine knows.
     transceiver_runtime: str | None
     speculative: str | None
     max_seq_len: int | None
@@ -81,7 +78,7 @@ class Fingerprint:
         trtllm_version: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Fingerprint:
-        """`args`: the arguments of LLM(...). `auto` and DEFAULT are resolved where their meaning is known."""
+        """`args`: the arguments of LLM(...). Resolves `auto` and DEFAULT if their meaning is known."""
         transceiver = args.get("cache_transceiver_config") or {}
         is_trtllm = ENGINES.get(engine, UNRESOLVED).is_tensorrt_llm
         dtype = _unless_auto(args.get("dtype"), model.dtype)
@@ -94,7 +91,7 @@ class Fingerprint:
             dtype=dtype,
             kv_dtype=_unless_auto(given_kv_dtype, model_kv_dtype),
             transceiver=_backend(transceiver, environ or {}, is_trtllm),
-            transceiver_runtime=_runtime(transceiver) if is_trtllm else None,
+            transceiver_runtime=_runtime(transceiver, trtllm_version) if is_trtllm else None,
             speculative=_speculative(args.get("speculative_config")),
             max_seq_len=args.get("max_seq_len") or model.max_positions,
         )
@@ -112,8 +109,8 @@ def _backend(transceiver: Mapping[str, Any], environ: Mapping[str, str], is_trtl
     return next((name for variable, name in _DEFAULT_BACKEND.items() if environ.get(variable) == "1"), "NIXL")
 
 
-def _runtime(transceiver: Mapping[str, Any]) -> str:
-    given = transceiver.get("transceiver_runtime", _AUTO)
+def _runtime(transceiver: Mapping[str, Any], version: str | None) -> str:
+    given = transceiver.get("transceiver_runtime", default_runtime(version))
     if given is None:
         return "CPP"
     has_timeout = transceiver.get("kv_transfer_timeout_ms", 0) is not None
@@ -133,16 +130,16 @@ def _speculative(config: Mapping[str, Any] | None) -> str | None:
 
 
 class Property(NamedTuple):
-    """A key of both descriptions. `fits(prefill, decode)` is true when the two workers can serve together."""
+    """A key of both descriptions. `fits(prefill, decode)`: the two workers can serve together."""
 
     key: str
-    #: The setting that decides its value, for error messages.
+    #: The setting that decides its value, for errors.
     setting: str
     fits: Callable[[Description, Description], bool]
-    #: A command to the running deployment can change it.
+    #: A command can change it while workers serve.
     may_change: bool = False
-    #: All workers of one prefill queue have the same value.
-    is_in_kind: bool = True
+    #: All workers of a prefill queue share the value.
+    is_in_group: bool = True
 
 
 def _equal(
@@ -150,44 +147,49 @@ def _equal(
     setting: str,
     *,
     may_change: bool = False,
-    is_in_kind: bool = True,
+    is_in_group: bool = True,
     unknown: Collection[Any] = (),
 ) -> Property:
-    """`unknown`: values beside which the other worker may have any."""
+    """`unknown`: values that fit any other value."""
 
     def fits(one: Description, other: Description) -> bool:
         values = {one.get(key), other.get(key)}
         return len(values) == 1 or not values.isdisjoint(unknown)
 
-    return Property(key, setting, fits, may_change, is_in_kind)
+    return Property(key, setting, fits, may_change, is_in_group)
 
 
 def may_share_kv(one: Description, other: Description) -> bool:
-    """The same checkpoint; or one model in two precisions on prefill and decode, where the KV has one dtype."""
+    """Whether both have the same checkpoint, or one model in two weight precisions with one KV dtype."""
     if one.get("weights") == other.get("weights"):
         return True
     has_one_layout = bool(one.get("layout")) and one.get("layout") == other.get("layout")
     is_one_model = has_one_layout and one.get("precision") != other.get("precision")
-    is_queued = "queue" in (one.get("prefill_dispatch"), other.get("prefill_dispatch"))
+    is_queued = any(str(each.get("prefill_dispatch")).startswith("queue") for each in (one, other))
     return is_one_model and _have_both_roles(one, other) and not is_queued
 
 
 def _drafts_fit(prefill: Description, decode: Description) -> bool:
     """Decode alone may draft: TensorRT-LLM pads the handoff of a prefill that does not. Only the Python transceiver
-    leaves out the KV of draft layers (`test_gen_only_spec_dec` of accuracy/test_disaggregated_serving.py).
+    omits the draft layers' KV (`test_gen_only_spec_dec` of accuracy/test_disaggregated_serving.py).
     """
     drafts, wanted = prefill.get("speculative"), decode.get("speculative")
     if drafts == wanted:
         return True
     is_of_text = str(wanted).lower().startswith("decoding_type=ngram")
-    runtimes = {side.get("transceiver_runtime") for side in (prefill, decode)}
+    runtimes = {each.get("transceiver_runtime") for each in (prefill, decode)}
     return drafts is None and (is_of_text or "CPP" not in runtimes)
 
 
 def _lengths_fit(prefill: Description, decode: Description) -> bool:
-    """The decode worker has to accept every sequence length that the prefill worker accepts."""
+    """The decode worker must accept every sequence length that the prefill worker accepts."""
     longest, room = prefill.get("max_seq_len"), decode.get("max_seq_len")
     return longest is None or room is None or longest <= room
+
+
+def _images_fit(prefill: Description, decode: Description) -> bool:
+    """Only with the flag has decode checked that its engine cannot mix up images (`config/image_checks.py`)."""
+    return not prefill.get("images") or bool(decode.get("images"))
 
 
 PROPERTIES = (
@@ -196,30 +198,31 @@ PROPERTIES = (
     _equal("handoff_protocol", "--handoff-protocol"),
     _equal("prefill_dispatch", "--prefill-dispatch"),
     _equal("engine", "--engine"),
-    # One version writes the handoff and the other reads it, and most versions have changed its fields.
+    # One version writes the handoff, the other reads it, and most versions changed its fields.
     _equal("trtllm_version", "version of TensorRT-LLM", unknown=(None,)),
     _equal("block_size", "kv_cache_config.tokens_per_block (--kv-block-size)"),
     _equal("kv_dtype", "kv_cache_config.dtype"),
     _equal("dtype", "dtype"),
     _equal("transceiver", "cache_transceiver_config.backend"),
-    # DEFAULT depends on what a process finds on its machine. Unknown before the engine is loaded.
+    # DEFAULT depends on the machine. Unknown before the engine is loaded.
     _equal(
         "kv_transport",
         "how KV moves under cache_transceiver_config.backend (name it on both instead of DEFAULT)",
-        is_in_kind=False,
+        is_in_group=False,
         unknown=(None,),
     ),
     _equal(
         "transceiver_runtime",
         "cache_transceiver_config.transceiver_runtime",
-        is_in_kind=False,
+        is_in_group=False,
         unknown=(_AUTO, None),
     ),
-    Property("speculative", "speculative_config", _drafts_fit, is_in_kind=False),
-    Property("max_seq_len", "max_seq_len", _lengths_fit, is_in_kind=False),
+    Property("speculative", "speculative_config", _drafts_fit, is_in_group=False),
+    Property("max_seq_len", "max_seq_len", _lengths_fit, is_in_group=False),
+    Property("images", "--enable-multimodal", _images_fit, is_in_group=False),
     _equal("model", "--served-model-name"),
-    # Not known to version 0.2. A queue is behind one endpoint, whose namespace has the revision.
-    _equal("revision", "--worker-revision", is_in_kind=False),
+    # Unknown to version 0.2. A queue has one endpoint, whose namespace includes the revision.
+    _equal("revision", "--worker-revision", is_in_group=False),
     Property("weights", "--model (hash of config.json and weights)", may_share_kv),
 )
 BY_KEY = {each.key: each for each in PROPERTIES}
@@ -231,16 +234,18 @@ BY_KEY = {each.key: each for each in PROPERTIES}
 def describe_worker(
     config: WorkerConfig, fingerprint: Fingerprint, identity: ModelIdentity
 ) -> dict[str, Any]:
-    """This worker's description, as JSON, without what only its running engine knows (`with_engine`)."""
+    """This worker's description as JSON, without what only the running engine knows."""
     return {
-        **identity.described(),
+        **asdict(identity),
         **asdict(fingerprint),
         "role": config.role.value,
         "strategy": config.strategy,
         "schedule_style": config.schedule_style.value,
         "handoff_protocol": config.handoff_protocol,
-        "prefill_dispatch": config.prefill_dispatch,
+        # 0.2 calls its own queue "queue": a pair that would share no queue is refused.
+        "prefill_dispatch": config.prefill_dispatch.replace("queue", "queue of tickets"),
         "revision": config.worker_revision,
+        "images": config.images is not None,
         "kv_transport": None,
         "ctx_info_endpoint": None,
         "ctx_dp_rank": None,
@@ -256,44 +261,21 @@ def _dynamo_version() -> str | None:
 
 
 def fixed_by(config: WorkerConfig) -> list[str]:
-    """Flags that give this worker another endpoint than the usual one of its role: it is neither switched nor flipped
-    with any of them.
-    """
+    """The flags that give this worker an unusual endpoint, which prevents switch and flip."""
     usual = replace(config, endpoint=None, next_endpoint=None)
     places = {"endpoint": "endpoint_id", "next_endpoint": "next_endpoint_id"}
     moved = [name for name, place in places.items() if getattr(config, place) != getattr(usual, place)]
     return [f"{flag_of(name)} {config.value_of(name)}" for name in moved]
 
 
-def with_engine(
-    own: dict[str, Any],
-    facts: EngineFacts,
-    block_size: int,
-    ctx_info_endpoint: str | None,
-    ctx_dp_rank: int | None = None,
-    kv_transport: str | None = None,
-) -> dict[str, Any]:
-    """This worker's description with what only the running engine knows."""
-    return (
-        own
-        | facts.to_json()
-        | {
-            "block_size": block_size,
-            "kv_transport": kv_transport,
-            "ctx_info_endpoint": ctx_info_endpoint,
-            "ctx_dp_rank": ctx_dp_rank,
-        }
-    )
-
-
-def kind_of(own: Description) -> str:
-    """A fingerprint of 16 hexadecimal digits, equal for all workers that could serve one request together."""
-    same = [own[each.key] for each in PROPERTIES if each.is_in_kind and not each.may_change]
+def group_of(own: Description) -> str:
+    """16 hexadecimal digits, equal for all workers that could serve one request together."""
+    same = [own[each.key] for each in PROPERTIES if each.is_in_group and not each.may_change]
     return hashlib.blake2b(json.dumps(same).encode(), digest_size=8).hexdigest()
 
 
 def require_pair(own: Description, other: Description, ignored: Collection[str] = ()) -> None:
-    """Raise ConfigError with one line per difference. Properties with a key in `ignored` may differ."""
+    """Raises ConfigError with one line per difference. Properties in `ignored` may differ."""
     role, other_role = own.get("role"), other.get("role")
     prefill, decode = (other, own) if role == Role.DECODE else (own, other)
     differences = [
@@ -311,12 +293,12 @@ def require_pair(own: Description, other: Description, ignored: Collection[str] 
 def _fits(each: Property, prefill: Description, decode: Description) -> bool:
     try:
         return each.fits(prefill, decode)
-    except TypeError:  # a value of another type: another version of this package, or another program
+    except TypeError:  # a value's type differs: another version of this package, or another program
         return False
 
 
 def require_fit(own: Description, others: Iterable[Description]) -> None:
-    """Raises as `require_pair` for all of `others` that have the other role, and the same model and strategy."""
+    """`require_pair` with all of `others` that have the other role, the same model and the same strategy."""
     for other in others:
         is_same_deployment = all(other.get(key) == own[key] for key in ("model", "strategy"))
         if _have_both_roles(own, other) and is_same_deployment:
@@ -328,15 +310,15 @@ def _have_both_roles(own: Description, other: Description) -> bool:
 
 
 def were_switched(others: Iterable[Description]) -> bool:
-    """At least one of them has run another strategy than it was started with."""
+    """Whether any has run another strategy than at its start."""
     return any(other.get(WAS_SWITCHED) for other in others)
 
 
 def strategy_among(own: Description, peers: Sequence[Description]) -> str:
-    """The strategy that a starting worker has to run: its own, or the one that all `peers` were switched to."""
+    """A starting worker's strategy: its own, or the one that all `peers` were switched to."""
     running = {str(peer.get("strategy")) for peer in peers}
     return running.pop() if len(running) == 1 and were_switched(peers) else str(own["strategy"])
 
 
-#: For calls while both serve: during a switch their strategies may differ.
+#: For calls between serving workers: during a switch their strategies may differ.
 require_callable = partial(require_pair, ignored=("strategy",))

@@ -1,4 +1,4 @@
-"""What lives as long as a worker's process: its engine, the checks of the engine's health, and the order to stop."""
+"""Lives as long as a worker's process: engine, health checks, and the order to stop."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from trtllm_disagg.common.reports import Reporter
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
 from trtllm_disagg.dynamo_runtime.discovery import Clients
+from trtllm_disagg.dynamo_runtime.image_loader import image_loader
 from trtllm_disagg.dynamo_runtime.worker_endpoint import Runtime, ServedModel
 from trtllm_disagg.engine.capabilities import block_size_of
 from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, until_stalled
+from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, stall_seconds, until_stalled
+from trtllm_disagg.engine.image_inputs import ImageInputs
 from trtllm_disagg.engine.llm_api import LlmApi
 from trtllm_disagg.engine.rank_placement import Affinity
 from trtllm_disagg.engine.readers import EngineReaders
 from trtllm_disagg.errors import ConfigError, EngineLostError
-from trtllm_disagg.processes.reports import Reporter
 from trtllm_disagg.worker.life import Event, Life
 
 log = logging.getLogger(__name__)
@@ -42,29 +44,34 @@ class WorkerProcess:
     api: LlmApi
     reporter: Reporter
     advertised: Advertised
-    #: Of other workers; None where they end with the role term.
+    #: Clients of other workers; None if they end with the role term.
     clients: Clients | None = None
     life: Life = field(default_factory=Life)
     engine: Engine | None = None
     load_seconds: float = 0.0
-    #: Of the engine's statistics and KV events.
+    #: Readers of the engine's statistics and KV events.
     readers: EngineReaders | None = None
-    #: What ends before the engine.
+    #: Ends before the engine.
     _ended: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
 
     async def load(self, machine_id: int) -> Engine:
-        """Load the engine in the first role term. From then on its health is checked, and signals order to stop."""
+        """Load the engine in the first role term, then check its health and handle stop signals."""
         if self.engine is not None:
             return self.engine
         config = self.config
         label = worker_label(config.role, config.strategy)
         log.info("loading %s on the %s engine as %s", config.model, config.engine, label)
-        self.reporter.tell("starting the engine")
+        self.reporter.report("starting the engine")
         began = time.monotonic()
         by_router = config.conversation_affinity_dp_rank_source == "dynamo"
         affinity = Affinity(config.conversation_affinity, by_router=by_router)
+        load_images = None
+        if config.images is not None:  # importing Dynamo's loader takes seconds
+            load_images = await in_daemon_thread(partial(image_loader, config.images), "image-loader")
         load = partial(Engine.open, self.api, self.engine_args, machine_id, affinity)
         engine = self.engine = await in_daemon_thread(load, "engine-load")
+        if load_images is not None:
+            engine.images = ImageInputs(load_images, getattr(engine.llm, "input_processor", None))
         self.load_seconds = time.monotonic() - began
         _tune_garbage_collector()
         for missing in engine.capabilities.missing():
@@ -75,7 +82,7 @@ class WorkerProcess:
         return engine
 
     async def read(self, block_size: int) -> EngineReaders:
-        """The readers of the loaded engine, which begin with the first role term."""
+        """The loaded engine's readers, started in the first role term."""
         assert self.engine is not None
         if self.readers is None:
             readers = EngineReaders(self.engine, block_size, reads_statistics=self.config.reads_statistics)
@@ -86,21 +93,28 @@ class WorkerProcess:
         health = EngineHealth(engine, lambda reason: self.life.happened(Event.DIED), self._times)
         health.start()
         self._ended.callback(health.stop)
-        if self.config.stall_seconds:
-            watching = _watch_for_stalls(engine, health, self.config.stall_seconds)
+        if seconds := self.stall_seconds:
+            watching = _watch_for_stalls(engine, health, seconds)
             self._ended.callback(asyncio.create_task(watching, name="stalls").cancel)
 
+    @property
+    def stall_seconds(self) -> float:
+        """0: never."""
+        given = self.config.engine_stall_timeout
+        is_derived = given is None and self.config.engine_spec.is_tensorrt_llm
+        return stall_seconds(self.engine_args) if is_derived else given or 0.0
+
     def require_engine(self, error: Exception | None = None) -> None:
-        """Raises EngineLostError when the engine has died; `error`: what failed, perhaps because of that."""
+        """Raises EngineLostError if the engine has died, from `error`, which may be a consequence."""
         if self.engine is not None and self.engine.death is not None:
             if error is not None:
                 log.warning("a step of this worker failed after its engine's death: %s", error)
-            raise EngineLostError(f"the engine died: {self.engine.death}")
+            raise EngineLostError(f"the engine died: {self.engine.death}") from error
 
     async def open_runtime(self, config: WorkerConfig) -> Runtime:
-        """Only the first role term fails without discovery; a later one waits for it."""
+        """Without discovery the first role term fails; later ones wait for it."""
         if self.engine is not None:
-            # Until its runtime reaches etcd, Dynamo holds the interpreter: no signal is heard, and no health checked.
+            # Until its runtime reaches etcd, Dynamo holds the interpreter, so no signal or health check works.
             os.environ.setdefault("ETCD_STARTUP_CONNECT_TIMEOUT_SECONDS", "1")
         while True:
             try:
@@ -108,20 +122,20 @@ class WorkerProcess:
             except ConfigError as error:
                 if self.engine is None:
                     raise
-                log.warning("%s; the next attempt is in %g s", error, _REOPEN_SECONDS)
+                log.warning("%s; trying again in %g s", error, _REOPEN_SECONDS)
             await asyncio.sleep(_REOPEN_SECONDS)
 
     async def end(self) -> None:
-        """Raises EngineLostError when the engine does not end in time."""
+        """Raises EngineLostError if the engine does not end in time."""
         if self.clients is not None:
             self.clients.close()
         if self.engine is not None:
-            self.reporter.tell("ending the engine")
+            self.reporter.report("ending the engine")
         await self._ended.aclose()
         if self.engine is None:
             return
         if not await close(self.engine, self._times):
-            # Raised even while another error is: TensorRT-LLM's exit handler would wait without a limit.
+            # Raised even over another error: TensorRT-LLM's exit handler would wait without a limit.
             raise EngineLostError("the engine did not shut down in time (--engine-health-shutdown-timeout)")
 
     @property
@@ -141,8 +155,8 @@ async def _watch_for_stalls(engine: Engine, health: EngineHealth, seconds: float
 
 
 def _tune_garbage_collector() -> None:
-    """Exclude what the start has made, and collect less often: requests rarely make cycles, and traversing all these
-    objects takes a twentieth of the worker's CPU.
+    """Exclude the start's objects, and collect less often: requests rarely make cycles, and traversing all objects
+    takes a twentieth of the worker's CPU.
     """
     gc.collect()
     gc.freeze()
@@ -150,12 +164,12 @@ def _tune_garbage_collector() -> None:
 
 
 def worker_label(role: Role, strategy: str) -> str:
-    """A worker's role and strategy, as logs and traces show them."""
+    """A worker's role and strategy, for logs and traces."""
     return "agg" if role is Role.AGG else f"{role}/{strategy}"
 
 
 def served_model(config: WorkerConfig, engine: Engine) -> ServedModel:
-    # TensorRT-LLM reports nothing of a cache whose manager counts no blocks; older versions cannot report any.
+    # TensorRT-LLM reports no cache whose manager counts no blocks; older versions report none.
     capacity: dict[str, int] = {}
     with contextlib.suppress(AttributeError):
         capacity = engine.llm.get_kv_cache_capacity()

@@ -1,4 +1,4 @@
-"""Whether a worker is the first or the second stage of its deployment, and how that changes while it serves."""
+"""Makes a serving worker its deployment's first or second stage."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.registration import Place, Registration
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
-from trtllm_disagg.handlers.decide import KV_OCCUPANCY
-from trtllm_disagg.handlers.services import LiveState
+from trtllm_disagg.handlers.live_state import KV_OCCUPANCY, LiveState
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.types import InProgress
 from trtllm_disagg.worker.life import Action, Event, Life
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class StageState:
-    """A worker's stage, and what changes it. `live.strategy`: the deployment's, as the worker knows it."""
+    """A worker's stage, and its changes. `live.strategy`: the deployment's, as far as the worker knows."""
 
     config: WorkerConfig
     life: Life
@@ -33,57 +32,57 @@ class StageState:
     #: Used only on workers that may switch.
     peers: Peers
     registration: Registration
-    #: Of this worker's engine.
+    #: This engine's.
     max_seq_len: int | None
-    #: The requests from frontends that run; `switch` waits until an old first stage has none.
-    whole_requests: InProgress = field(default_factory=InProgress)
-    #: Held during a change of strategy or registration: one at a time.
+    #: Running requests from frontends; `switch` waits until an old first stage has none.
+    client_requests: InProgress = field(default_factory=InProgress)
+    #: Held during a change of strategy or registration.
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
-        #: Stays true after a switch back: workers that started in between have the strategy from before it.
+        #: Stays true after a switch back: workers started in between have the earlier strategy.
         self._was_switched = self.live.strategy.value != self.config.strategy
 
     def describe(self) -> dict[str, Any]:
-        """The part of this worker's description that changes while it serves, as JSON."""
+        """The changing part of this worker's description, as JSON."""
         occupancy = {KV_OCCUPANCY: self.live.occupancy.share} if self.config.publish_metrics else {}
         return occupancy | {
             "strategy": self.live.strategy.value,
             WAS_SWITCHED: self._was_switched,
             "registered": self.registration.place is Place.FRONTENDS,
-            "whole_requests": self.whole_requests.count,
+            "client_requests": self.client_requests.count,
             "queued_requests": self.live.queued.requests,
             "queued_tokens": self.live.queued.tokens,
             "fixed_by": fixed_by(self.config),
         }
 
     async def apply(self, strategy: str) -> None:
-        """Become the stage that this role is under `strategy`, which the others may have been switched to while this
-        worker started. A switch that this worker has already executed stays in force. Raises what registering raises.
+        """Become this role's stage under `strategy`, to which others may have been switched during this start. A switch
+        that this worker has executed stays in force. Raises what registering raises.
         """
         async with self.changing:
             live = self.live.strategy
             if not self._was_switched and strategy != live.value:
-                live.set(strategy)
+                live.value = strategy
                 self._was_switched = True
                 was = self.config.strategy
-                log.info("the other workers were switched meanwhile: %s in place of %s", strategy, was)
+                log.info("the other workers were switched meanwhile: %s instead of %s", strategy, was)
             if self.config.role is Role.AGG or self._is_first(self.live.strategy.value):
                 await self.registration.enter()
             else:
                 await self.registration.stand_by()
 
     async def renew(self, *, only_if_lost: bool = False) -> None:
-        """Enter this worker into file discovery again, which may have dropped it."""
+        """Enter file discovery again, which may have dropped this worker."""
         async with self.changing:
             if only_if_lost and not await self.registration.is_lost():
                 return
             if self.life.happened(Event.AWAKE) is Action.RENEW:
-                log.warning("this worker enters discovery again, which has dropped it")
+                log.warning("discovery has dropped this worker: entering again")
                 await self.registration.renew()
 
     async def switch(self, to: str) -> None:
-        """Become the stage that this role is under the strategy `to`. Raises a DisaggError when nothing has changed."""
+        """Become this role's stage under the strategy `to`. On a DisaggError nothing has changed."""
         config, strategy = self.config, self.live.strategy
         if not config.may_switch:
             raise InvalidRequestError(
@@ -97,37 +96,37 @@ class StageState:
             )
         async with self.changing:
             was = strategy.value
-            # A first stage runs its strategy for as long as it is registered, so that no request meets another one.
+            # A first stage keeps its strategy while registered, so that no request meets another one.
             if self._is_first(to):
                 await self._require_pair(to)
-                strategy.set(to)
+                strategy.value = to
                 try:
                     await self.registration.enter()
                 except BaseException:
-                    strategy.set(was)
+                    strategy.value = was
                     await self._stand_by_again()
                     raise
             else:
                 await self.registration.leave()
-                strategy.set(to)
+                strategy.value = to
         self._was_switched |= was != to
         log.info("switched from %s to %s: %s stage", was, to, "first" if self._is_first(to) else "second")
 
     async def _stand_by_again(self) -> None:
-        """After an entry that failed: the KV routers of the other role have lost this worker's card."""
+        """After a failed entry, restore this worker's card at the KV routers of the other role."""
         try:
             await self.registration.stand_by()
         except Exception as error:
-            log.warning("this worker has no place at the KV routers of the other role: %s", error)
+            log.warning("the KV routers of the other role do not know this worker: %s", error)
 
     def _is_first(self, strategy: str) -> bool:
         return spec_of(strategy).entry_role in (self.config.role, None)
 
     async def _require_pair(self, to: str) -> None:
-        """A frontend takes a model's context length from its first card, and no worker with another one after it."""
+        """A frontend takes a model's context length from its first card, and refuses later cards with another one."""
         if not self.peers.instance_ids():
             place = self.config.peer_endpoint_id
-            raise PeerUnavailableError(f"no worker of the other role is there at {place}")
+            raise PeerUnavailableError(f"no worker of the other role is at {place}")
         await self.peers.learn()
         own = self.max_seq_len
         others = {facts.max_seq_len for facts in self.peers.facts()} - {None, own}

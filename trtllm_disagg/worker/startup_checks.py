@@ -1,8 +1,7 @@
-"""The checks of a starting worker against the workers in discovery, in their order: `StartupChecks`.
+"""Checks a starting worker against the workers in discovery, in the order of `StartupChecks`.
 
-Workers that serve one name serve one model, and workers at one endpoint one name (`ModelNameGuard`): requests for a
-name, or at an endpoint, are sent to any of them. Prefill and decode workers of one deployment must be able to exchange
-KV (`require_pair`).
+Workers of one name must serve one model, and workers at one endpoint one name (`ModelNameGuard`), since any of them may
+get the requests. Prefill and decode workers of a deployment must be able to exchange KV (`require_pair`).
 """
 
 from __future__ import annotations
@@ -11,12 +10,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.wire.old_names import with_new_keys
 from trtllm_disagg.worker.pairing import (
     ModelIdentity,
     fixed_by,
@@ -30,46 +30,61 @@ from trtllm_disagg.worker.pairing import (
 log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.05
+#: The number that Dynamo's worker uses of TensorRT-LLM's 1024 or more.
+NUM_MACHINE_IDS = 1021
 
 
 @dataclass(eq=False)
 class ModelNameGuard:
-    """Finds workers that serve the name of `own` from another model, or another name at an endpoint of this worker.
+    """Finds workers that serve `own`'s name from another model, or another name at this worker's endpoints, and claims
+    a machine id.
 
-    Two workers that start together first enter discovery and then list it, so at least one of them sees the other. A
-    worker that has listed no conflict is settled, and stays; of two that are not settled, the lower id stays.
+    Two workers that start together first enter discovery, then list it, so at least one sees the other. A worker that
+    found no conflict is settled and stays; of two unsettled ones the lower id stays.
+
+    The machine id is part of the ids by which decode finds a prefill's KV. Workers that may meet must not share one:
+    equal ids, of one millisecond and counter, end the decode engine. A worker claims it in its description; of two
+    claimants the one that stays keeps it. Not covered: a handoff in the milliseconds between listing and `confirm`,
+    workers that discovery hides from each other (a cut network, a frozen worker), and prefill workers of two namespaces
+    that call decode in a third (`--next-endpoint`).
     """
 
     own: ModelIdentity
     own_id: int
-    #: No other worker may serve another name here.
+    #: Endpoints where no worker may serve another name.
     own_endpoint_ids: Collection[str]
-    #: Every worker that requests for a model could reach, this one included, with its description.
+    #: All workers that a model's requests could reach, this one included, with descriptions.
     list_instances: Callable[[], Awaitable[Sequence[DescribedInstance]]]
+    num_machine_ids: int = NUM_MACHINE_IDS
     poll_seconds: float = _POLL_SECONDS
-    #: Discovery shows a worker itself within milliseconds. After this time the check goes on without that: the others
-    #: would appear no later. A conflict that lasts as long is logged.
+    #: Discovery shows a worker itself within milliseconds. After this time the check goes on without it: the others
+    #: would appear no later. A longer conflict is logged.
     visible_seconds: float = 5.0
     is_settled: bool = False
+    machine_id: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.machine_id = self.own_id % self.num_machine_ids
 
     def described(self) -> dict[str, Any]:
-        """The model's part of this worker's description, as JSON."""
-        return self.own.described() | {"settled": self.is_settled}
+        """Model and machine id in this worker's description, as JSON."""
+        return asdict(self.own) | {"settled": self.is_settled, "machine_id": self.machine_id}
 
     async def require_same(self) -> None:
-        """Run before this worker is in discovery. Raises ConfigError for the first worker that conflicts with it."""
+        """Run before this worker is in discovery. Raises ConfigError for the first conflicting worker."""
         others = await self.list_instances()
         if not others:
-            # A new discovery client may have received no instances yet.
+            # A new discovery client may have no instances yet.
             await asyncio.sleep(self.poll_seconds)
             others = await self.list_instances()
         for other in others:
             if self._conflicts(other):
                 raise self._refusal(other)
+        self._shares_machine_id(others, others)
 
     async def confirm(self) -> Sequence[DescribedInstance]:
-        """Run between entering discovery and registering. Returns all workers listed, this one included. Raises
-        ConfigError for a conflict in which this worker has to give way, and waits for the end of the other one else.
+        """Run between entering discovery and registering. Returns all listed workers, this one included. In a conflict,
+        raises ConfigError if this worker must give way; else waits for the other's end.
         """
         deadline = time.monotonic() + self.visible_seconds
         has_warned = False
@@ -79,31 +94,63 @@ class ModelNameGuard:
             for other in conflicts:
                 if other.description.get("settled", True) or other.instance_id < self.own_id:
                     raise self._refusal(other)
+            prevailing = [
+                each
+                for each in instances
+                if each.description.get("settled", True) or each.instance_id < self.own_id
+            ]
+            is_shared = self._shares_machine_id(prevailing, instances)
             is_listed = any(each.instance_id == self.own_id for each in instances)
             is_late = time.monotonic() > deadline
-            # Unsettled workers with a higher id find this one in discovery, and end.
-            if not conflicts and (is_listed or is_late):
+            # Unsettled workers with a higher id find this one, and end.
+            if not conflicts and (is_late or (is_listed and not is_shared)):
                 break
             if conflicts and is_late and not has_warned:
                 has_warned = True
                 log.warning("waiting for a worker to end: %s", self._refusal(conflicts[0]))
             await asyncio.sleep(self.poll_seconds)
         self.is_settled = True
+        if self.machine_id in self._machine_ids(instances):
+            log.warning(
+                "another worker also has the machine id %d: only %d exist",
+                self.machine_id,
+                self.num_machine_ids,
+            )
         return instances
+
+    def _shares_machine_id(
+        self, prevailing: Sequence[DescribedInstance], instances: Sequence[DescribedInstance]
+    ) -> bool:
+        """Whether another worker claims this machine id. If one of `prevailing` does, claim the next free id."""
+        used = self._machine_ids(instances)
+        is_shared = self.machine_id in used
+        if self.machine_id in self._machine_ids(prevailing):
+            own, count = self.machine_id, self.num_machine_ids
+            after = (each % count for each in range(own + 1, own + count))
+            self.machine_id = next((each for each in after if each not in used), own)
+        return is_shared
+
+    def _machine_ids(self, instances: Sequence[DescribedInstance]) -> set[object]:
+        """The other workers' machine ids. Older versions report none, and derive them from instance ids."""
+        return {
+            each.description.get("machine_id", each.instance_id % self.num_machine_ids)
+            for each in instances
+            if each.instance_id != self.own_id and "model" in each.description
+        }
 
     def _conflicts(self, other: DescribedInstance) -> bool:
         name, weights = other.description.get("model"), other.description.get("weights")
         if other.instance_id == self.own_id or None in (name, weights):
             return False
-        if name == self.own.model and not may_share_kv(self.own.described(), other.description):
+        if name == self.own.model and not may_share_kv(asdict(self.own), other.description):
             return True
         is_beside = other.endpoint_id in self.own_endpoint_ids
         return is_beside and (name != self.own.model or self._has_other_callers(other))
 
     def _has_other_callers(self, other: DescribedInstance) -> bool:
-        """One of the two is called by frontends, the other by workers. A frontend sends requests to both alike."""
-        own = self.own.is_worker_side
-        return bool(other.description.get("is_worker_side", own)) is not own
+        """Frontends call one of the two, workers the other; but a frontend sends requests to both."""
+        own = self.own.is_run_by_workers
+        return bool(with_new_keys(other.description).get("is_run_by_workers", own)) is not own
 
     def _refusal(self, other: DescribedInstance) -> ConfigError:
         own, found = self.own, other.description
@@ -132,7 +179,7 @@ def _shown(source: Any, weights: Any) -> str:
 
 
 class PeerDirectory(Protocol):
-    """The part of `dynamo_runtime.worker_endpoint.Runtime` that the checks use."""
+    """The part of `worker_endpoint.Runtime` that the checks use."""
 
     async def wait_for_second_stage(self, endpoint_id: str) -> None: ...
 
@@ -141,8 +188,8 @@ class PeerDirectory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StartupChecks:
-    """The three checks of a start, each named by the step that must not happen before it. All raise ConfigError, and
-    list discovery anew, because other workers start at any time.
+    """The three checks of a start, each named by the step that must follow it. All raise ConfigError, and list
+    discovery again, since other workers start at any time.
     """
 
     config: WorkerConfig
@@ -150,12 +197,12 @@ class StartupChecks:
     peers: PeerDirectory
 
     async def before_loading(self) -> None:
-        """Spares a worker that must not serve the minutes that its engine takes to load."""
+        """Spare a misfit the minutes of loading its engine."""
         await self.names.require_same()
 
     async def before_listing(self, own: dict[str, Any]) -> None:
-        """After it, other workers and frontends may send requests to this one. Finds the workers that started while
-        the engine was loading. Under `--on-missing-stage fail` a first stage waits for the second one.
+        """Find the workers that started while the engine was loading. Afterwards other workers and frontends may send
+        requests. Under `--on-missing-stage fail` a first stage waits for a second one.
         """
         if self.config.next_endpoint_id is None:
             await self._require_fit(own)
@@ -164,8 +211,8 @@ class StartupChecks:
         await self.names.require_same()
 
     async def before_registering(self, own: dict[str, Any]) -> str:
-        """After it, a frontend sends requests. Refuses one of two workers that started together and could not find each
-        other before both were listed; also among peers at an endpoint of their own (`--next-endpoint`).
+        """Refuse one of two workers that started together, unseen until both were listed; also among peers at their own
+        endpoint (`--next-endpoint`). Afterwards a frontend sends requests.
 
         Returns the strategy to run: a `switch` that ended before this worker was listed did not reach it.
         """
@@ -180,14 +227,14 @@ class StartupChecks:
         peers = await self.peers.peer_descriptions(endpoint_id)
         if not peers and self.config.on_missing_stage == "fail":
             log.info("waiting for the second stage at %s", endpoint_id)
-            # Discovery lists a dead instance for some seconds: only one that answers is there.
+            # Discovery lists a dead instance for some seconds: only an answer counts.
             while not peers:
                 await self.peers.wait_for_second_stage(endpoint_id)
                 await asyncio.sleep(_POLL_SECONDS)
                 peers = await self.peers.peer_descriptions(endpoint_id)
         if not peers:
             log.info("no second stage at %s: this worker answers alone until one comes", endpoint_id)
-        # Peers may run another strategy if they were switched to it: this worker will then run it, too.
+        # Peers may have been switched to another strategy: this worker will then run it, too.
         may_differ = ("strategy",) if self._follows_switches and were_switched(peers) else ()
         for peer in peers:
             require_pair(own, peer, ignored=may_differ)

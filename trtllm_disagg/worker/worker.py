@@ -1,4 +1,4 @@
-"""One worker, from its configuration to serving: every part of it is built here, in order, and wired by constructor."""
+"""Builds every part of a worker in order, from configuration to serving, wired by constructors."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import contextlib
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trtllm_disagg.admin.commands import ADMIN_ROUTE, Verifier
+from trtllm_disagg.admin.commands import Verifier
 from trtllm_disagg.admin.keys import AdminKey
+from trtllm_disagg.common.model_directory import fingerprint
+from trtllm_disagg.common.reports import ACTIVITY_VARIABLE, DRAINING, SERVING, reporter_of
 from trtllm_disagg.config.engine_args import dump_config
 from trtllm_disagg.config.worker_config import Role, WorkerConfig, flag_of
 from trtllm_disagg.dynamo_runtime.advertised import Advertised
@@ -33,16 +35,14 @@ from trtllm_disagg.engine.health import probe
 from trtllm_disagg.engine.llm_api import LlmApi, serve_as_rank
 from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.handlers.admission import Admission
-from trtllm_disagg.handlers.cancellation import WorkerDrain
-from trtllm_disagg.handlers.decide import StageOccupancy
+from trtllm_disagg.handlers.drain import WorkerDrain
+from trtllm_disagg.handlers.live_state import LiveState, StageOccupancy
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.run import RunCounts
-from trtllm_disagg.handlers.select import InFlight, NoStage, Selection, selector_of
-from trtllm_disagg.handlers.services import LiveState, build_generate, peers_of, watch_policy_file
+from trtllm_disagg.handlers.selection import SELECTORS, InFlight, NoStage, Selection
+from trtllm_disagg.handlers.services import build_generate, peers_of
 from trtllm_disagg.handlers.trace import LinesTogether, RequestLog
-from trtllm_disagg.model_directory import fingerprint
-from trtllm_disagg.prefill_queue import PrefillQueue, open_prefill_queue
-from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, DRAINING, SERVING, reporter_of
+from trtllm_disagg.prefill_queue import WorkerQueue, open_prefill_queue
 from trtllm_disagg.tracing.tracer import Tracer, tracer_of
 from trtllm_disagg.types import Generate
 from trtllm_disagg.worker.control import Control
@@ -54,9 +54,8 @@ from trtllm_disagg.worker.pairing import (
     Fingerprint,
     ModelIdentity,
     describe_worker,
-    kind_of,
+    group_of,
     require_callable,
-    with_engine,
 )
 from trtllm_disagg.worker.process import WorkerProcess, served_model, worker_label
 from trtllm_disagg.worker.stage_state import StageState
@@ -68,13 +67,13 @@ _LOAD_SECONDS = 1.0
 
 
 async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: LlmApi) -> None:
-    """Serve until told to stop. Raises ConfigError before anything is built, EngineLostError when the engine dies.
+    """Serve until stopped. Raises ConfigError before building anything, EngineLostError if the engine dies.
 
-    The start, after the settings (worker_command.py): this worker's description, the prefill queue, Dynamo's runtime,
-    the engine, the peers, the request path, serving, registration. A flip does all of it again, but for the engine.
+    The start, after the settings (worker_command.py): description, prefill queue, Dynamo's runtime, engine, peers,
+    request path, serving, registration. A flip repeats all but the engine.
     """
     reporter = reporter_of(os.environ)
-    # On a rank other than 0 this call serves the engine until its end, and nothing else runs there.
+    # On ranks above 0 this call serves the engine until its end, and nothing else runs.
     if serve_as_rank(config.engine, engine_args):
         return
     if config.server_disable_gc:
@@ -88,33 +87,33 @@ async def run_worker(config: WorkerConfig, engine_args: dict[str, Any], api: Llm
         Clients(config) if config.discovery_backend == "file" else None,
     )
     try:
-        await live(process, RoleTerm(process, config))
+        await live(process.life, RoleTerm(process, config), process.require_engine)
     finally:
         await process.end()
 
 
 @dataclass(eq=False)
 class RoleTerm:
-    """One role of a worker, from its start in that role to its end."""
+    """A worker's time in one role."""
 
     process: WorkerProcess
     config: WorkerConfig
-    #: That of the role term before; None in the first one.
+    #: From the previous role term; None in the first.
     live: LiveState | None = None
-    #: The instance id in the role term before.
+    #: The instance id in the previous role term.
     flipped_from: str = ""
     #: None until discovery lists this worker.
     leaving: Leaving | None = None
     #: None until the engine is loaded.
     stage: StageState | None = None
     instance: str = ""
-    #: What ends with the role term: the runtime, once it is open.
+    #: Ends with the role term: the runtime, once open.
     ends: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    #: Of this worker, as other workers get it; without what changes while it serves.
+    #: This worker's description for others, without what changes while it serves.
     description: dict[str, Any] = field(init=False)
     runtime: Runtime = field(init=False)
     served: ServedEndpoints = field(init=False)
-    queue: PrefillQueue = field(init=False)
+    queue: WorkerQueue = field(init=False)
     checks: StartupChecks = field(init=False)
     tracer: Tracer = field(init=False)
     drain: WorkerDrain = field(init=False)
@@ -126,8 +125,8 @@ class RoleTerm:
 
     @contextlib.asynccontextmanager
     async def entered(self) -> AsyncIterator[asyncio.Task[None]]:
-        """The task opens a runtime, loads what is missing, enters discovery, registers and serves. The runtime ends
-        with the block, which raises what the task raises.
+        """Start the task that opens a runtime, loads what is missing, enters discovery, registers and serves. The
+        runtime ends with the block, which raises what the task raises.
         """
         serving = asyncio.create_task(self._run(), name=f"{self.role} term")
         try:
@@ -137,28 +136,28 @@ class RoleTerm:
             raise
         finally:
             self.ends.close()
-            if self.leaving is None:  # discovery does not list this worker yet
+            if self.leaving is None:  # not in discovery yet
                 serving.cancel()
             await asyncio.wait({serving})
         if not serving.cancelled():
             serving.result()
 
     async def leave(self) -> None:
-        """The one sequence of leaving (`Leaving`); nothing where the role term is over already."""
+        """Leave in order (`Leaving`), unless the role term is over."""
         if self.process.life.state is State.UNLISTED and self.leaving is not None:
             await self.leaving.run()
 
     def following(self, to: Role | None) -> RoleTerm:
-        """The next role term, in the role `to`; None: in this one's."""
+        """The next role term, in the role `to`; None: in the same role."""
         config = self.config if to is None else flipped(self.config, to)
         return RoleTerm(self.process, config, self.live, self.instance)
 
     def again(self, after: RoleTerm) -> RoleTerm:
-        """A role term as this one was, after one that failed."""
+        """This role term again, after `after` failed."""
         return RoleTerm(self.process, self.config, self.live, after.flipped_from)
 
     async def _run(self) -> None:
-        """Load the engine, enter discovery, register, and answer requests until the runtime ends."""
+        """Load the engine, enter discovery, register, and serve until the runtime ends."""
         config, process = self.config, self.process
         dump_config(config, process.engine_args)
         identity, description = _describe(config, process.engine_args)
@@ -167,7 +166,7 @@ class RoleTerm:
             "process": Path(os.environ.get(ACTIVITY_VARIABLE, "")).stem,
         }
         self.drain, self.lines = WorkerDrain(), LinesTogether()
-        async with aclosing(await open_prefill_queue(config, kind_of(self.description))) as self.queue:
+        async with aclosing(await open_prefill_queue(config, group_of(self.description))) as self.queue:
             require_system_port(os.environ)
             runtime = self.runtime = await process.open_runtime(config)
             self.ends.callback(runtime.shutdown)
@@ -175,6 +174,8 @@ class RoleTerm:
             self.served = ServedEndpoints(config, runtime)
             own_endpoint_ids = {config.endpoint_id, config.worker_endpoint_id}
             names = ModelNameGuard(identity, runtime.instance_id, own_endpoint_ids, runtime.list_instances)
+            if process.engine is not None:
+                names.machine_id = process.engine.machine_id
             self.checks = StartupChecks(config, names, runtime)
             self.tracer = tracer_of(os.environ, worker_label(config.role, config.strategy), self.instance)
             key_file = config.admin_key_file
@@ -183,17 +184,18 @@ class RoleTerm:
             self.description["key"] = verifier.key_id
             control = Control(self, verifier)
             runtime.describe = self.describe
-            runtime.register_engine_route(ADMIN_ROUTE, control.at_system_port)
+            for path, route in control.routes():
+                runtime.register_engine_route(path, route)
             try:
                 await self.checks.before_loading()
-                await self._serve(await process.load(runtime.instance_id % 1021), control)
+                await self._serve(await process.load(names.machine_id), control)
             finally:
                 self.served.release()
                 self.lines.flush()
                 await asyncio.to_thread(self.tracer.close)
 
     def describe(self) -> dict[str, Any]:
-        """This worker's description as of now, as JSON."""
+        """This worker's current description, as JSON."""
         life = self.process.life
         now = {"ready": life.has_served, "state": life.state.value, "becomes": life.becomes or ""}
         of_stage = {} if self.stage is None else self.stage.describe()
@@ -203,25 +205,39 @@ class RoleTerm:
         config, runtime, process = self.config, self.runtime, self.process
         model = served_model(config, engine)
         readers = await process.read(model.block_size)
-        # TensorRT-LLM does not report what DEFAULT means there; `transceiver` resolves it.
+        # TensorRT-LLM does not report what DEFAULT means; `transceiver` resolves it.
         transport = None if config.engine_spec.is_tensorrt_llm else engine.kv_pairing
-        process.reporter.tell("looking for the other stage")
+        process.reporter.report("looking for the other stage")
         live = self.live = await self._live_state(model.block_size)
-        own = self.description | {"strategy": live.strategy.value}
-        self.description = with_engine(
-            own, engine.facts, model.block_size, engine.ctx_info_endpoint, engine.ctx_dp_rank, transport
+        own = self.description = (
+            self.description
+            | engine.facts.to_json()
+            | {
+                "strategy": live.strategy.value,
+                "block_size": model.block_size,
+                "kv_transport": transport,
+                "ctx_info_endpoint": engine.ctx_info_endpoint,
+                "ctx_dp_rank": engine.ctx_dp_rank,
+            }
         )
         await self.checks.before_listing(self.description)
+        engine.use_machine_id(self.checks.names.machine_id)
         peers = await self._open_peers(live)
         cards = Cards(config, runtime, process.advertised, model)
         registration = Registration(config, runtime, self.served, cards, readers)
         leaving = Leaving(process.life, registration, self.drain, engine, self.queue, config.drain_seconds)
-        max_seq_len = self.description["max_seq_len"]
-        stage = self.stage = StageState(config, process.life, live, peers, registration, max_seq_len)
-        generate = self._request_path(engine, peers, live, stage)
+        stage = self.stage = StageState(config, process.life, live, peers, registration, own["max_seq_len"])
+        generate = await self._request_path(engine, peers, live, stage)
         probing = partial(probe, engine)
         await self.served.answer_with(
-            Handler(generate, self.describe, control.handle, engine.longest_prompt, probing)
+            Handler(
+                generate,
+                self.describe,
+                control.handle,
+                engine.longest_prompt,
+                probing,
+                takes_images=config.images is not None,
+            )
         )
         metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
         metrics.loaded(process.load_seconds)
@@ -230,16 +246,17 @@ class RoleTerm:
             for publisher in await publishing.publishers():
                 ended.push_async_callback(publisher.stop)
                 await publisher.start()
-            for watching in self._watches(live, stage):
-                ended.callback(asyncio.create_task(watching).cancel)
+            if config.discovery_backend == "file":
+                keeping = keep_in_discovery(stage.renew, partial(stage.renew, only_if_lost=True))
+                ended.callback(asyncio.create_task(keeping).cancel)
             if process.life.happened(Event.LOADED) is Action.LIST:
                 self.leaving = leaving
                 await registration.list_for_peers()
-                await self._serve_and_register(generate, stage)
+                await self._serve_and_register(stage)
 
-    async def _serve_and_register(self, generate: Generate, stage: StageState) -> None:
-        """A failed registration ends the service, and is raised."""
-        registering = asyncio.create_task(self._register(generate, stage), name="registration")
+    async def _serve_and_register(self, stage: StageState) -> None:
+        """A failed registration ends serving, and is raised."""
+        registering = asyncio.create_task(self._register(stage), name="registration")
         registering.add_done_callback(lambda task: self.runtime.shutdown() if _failed(task) else None)
         try:
             await self.served.until_ended()
@@ -248,39 +265,35 @@ class RoleTerm:
         with contextlib.suppress(asyncio.CancelledError):
             await registering
 
-    async def _register(self, generate: Generate, stage: StageState) -> None:
-        """Then report the number of running requests once a second, to the file that `up` reads. Never returns."""
+    async def _register(self, stage: StageState) -> None:
+        """Register, then report the running requests once a second to the file that `up` reads. Never returns."""
         config, runtime, process = self.config, self.runtime, self.process
-        life, tell = process.life, process.reporter.tell
-        tell("registering")
-        await stage.apply(await self.checks.before_registering(self.description))
-        await self.queue.start(generate, runtime.instance_id, runtime.endpoint_for_frontends)
+        life, report = process.life, process.reporter.report
+        report("registering")
+        strategy = await self.checks.before_registering(self.description)
+        assert process.engine is not None
+        process.engine.use_machine_id(self.checks.names.machine_id)
+        await stage.apply(strategy)
+        await self.queue.start(process.engine, runtime.instance_id, runtime.endpoint_for_frontends)
         if life.happened(Event.PAIRED) is Action.READY:
-            # Requests of the role term before refer to its sockets in circles, and the collector seldom runs by itself.
+            # Requests of the previous role term hold its sockets in cycles, and the collector seldom runs.
             gc.collect()
             label, where = worker_label(config.role, config.strategy), config.endpoint_id
             ready = "worker ready: %s at %s, instance %s; discovery: %s"
             log.info(ready, label, where, self.instance, config.discovery_backend)
         while True:
             leaving = DRAINING if life.becomes is None else f"becoming {life.becomes}:"
-            tell(SERVING if life.state is State.SERVING else leaving, requests=self.drain.num_running)
+            report(SERVING if life.state is State.SERVING else leaving, requests=self.drain.num_running)
             await asyncio.sleep(_LOAD_SECONDS)
 
-    def _watches(self, live: LiveState, stage: StageState) -> Iterator[Coroutine[Any, Any, None]]:
-        """What this worker watches while it serves."""
-        if self.config.policy_file is not None:
-            yield watch_policy_file(Path(self.config.policy_file), live)
-        if self.config.discovery_backend == "file":
-            yield keep_in_discovery(stage.renew, partial(stage.renew, only_if_lost=True))
-
     async def others(self) -> list[dict[str, Any]]:
-        """The descriptions of all other workers of this one's model."""
+        """The descriptions of all other workers of this model."""
         by_id = {each.instance_id: each.description for each in await self.runtime.list_instances()}
         by_id.pop(self.runtime.instance_id, None)
         return [each for each in by_id.values() if each.get("model") == self.description["model"]]
 
     async def _live_state(self, block_size: int) -> LiveState:
-        """That of the role term before, as far as it goes on in this one."""
+        """The live state, continued from the previous role term where possible."""
         config, before = self.config, self.live
         read = config.peer_endpoint_id if config.reads_occupancy else None
         other_occupancy = StageOccupancy(await self.runtime.stage(read)).now if read else lambda: None
@@ -289,28 +302,35 @@ class RoleTerm:
         return before.in_another_role(config, other_occupancy)
 
     async def _open_peers(self, live: LiveState) -> Peers:
-        """The workers of the other role that this one can serve with."""
+        """The peers that this worker can serve with."""
         config, endpoint_id, own = self.config, self.config.peer_endpoint_id, self.description
         if endpoint_id is None:
             return peers_of(config, NoStage(), live.breaker)
-        in_flight = InFlight()
-        selection = await _selection(config, endpoint_id, self.runtime, own["block_size"], in_flight)
+        overlaps, in_flight = self.runtime.clients.overlaps(endpoint_id, own["block_size"]), InFlight()
+        if config.calls_second_stage and config.next_router == "kv":
+            overlaps.listen()
+        role = Role.DECODE if config.role is Role.PREFILL else Role.PREFILL
+        selector = SELECTORS[config.next_router](in_flight, overlaps)
+        stage = await self.runtime.stage(endpoint_id)
+        selection = Selection(stage, selector, role.value, self.runtime.instance_id)
         return peers_of(config, selection, live.breaker, in_flight, partial(require_callable, own))
 
-    def _request_path(self, engine: Engine, peers: Peers, live: LiveState, stage: StageState) -> Generate:
-        config = self.config
+    async def _request_path(
+        self, engine: Engine, peers: Peers, live: LiveState, stage: StageState
+    ) -> Generate:
+        config, queue = self.config, await self.queue.for_requests(peers, self.runtime)
         log = RequestLog(
             lambda: worker_label(config.role, live.strategy.value), live.sinks, self.tracer, self.lines.write
         )
-        counts = RunCounts(Admission(live.thresholds, live.queued), log, self.drain, stage.whole_requests)
-        return build_generate(config, engine, peers, live, self.queue, self.runtime.instance_id, counts)
+        counts = RunCounts(Admission(live.thresholds, live.queued), log, self.drain, stage.client_requests)
+        return build_generate(config, engine, peers, live, queue, self.runtime.instance_id, counts)
 
 
 def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelIdentity, dict[str, Any]]:
-    """The model of this worker, and the description that other workers get."""
+    """This worker's model, and its description for others."""
     facts = read_model_facts(config.model)
     shares = facts if config.engine_spec.is_tensorrt_llm else UNKNOWN_MODEL
-    # Of a model that the engine downloads itself, only the name is known.
+    # Of a model that the engine downloads, only the name is known.
     is_here = (Path(config.model) / "config.json").is_file()
     weights = fingerprint(Path(config.model)) if is_here else config.model
     identity = ModelIdentity(
@@ -327,17 +347,6 @@ def _describe(config: WorkerConfig, engine_args: dict[str, Any]) -> tuple[ModelI
     )
     of_role = RoleSettings.of(engine_args, os.environ).to_json()
     return identity, describe_worker(config, settings, identity) | of_role
-
-
-async def _selection(
-    config: WorkerConfig, endpoint_id: str, runtime: Runtime, block_size: int, in_flight: InFlight
-) -> Selection:
-    overlaps = runtime.overlaps(endpoint_id, block_size)
-    if config.calls_second_stage and config.next_router == "kv":
-        overlaps.listen()
-    role = Role.DECODE if config.role is Role.PREFILL else Role.PREFILL
-    selector = selector_of(config.next_router, in_flight, overlaps)
-    return Selection(await runtime.stage(endpoint_id), selector, role.value, runtime.instance_id)
 
 
 def _failed(task: asyncio.Task[None]) -> bool:

@@ -78,7 +78,7 @@ def test_repeated_signed_command_is_refused() -> None:
     pair.verifier.command_of(signed)
     for seconds in (0.0, VALID_SECONDS / 2, VALID_SECONDS / 2):
         pair.mine.now += seconds
-        with pytest.raises(CommandRefusedError, match="had this command already"):
+        with pytest.raises(CommandRefusedError, match="already executed this command"):
             pair.verifier.command_of(signed)
     assert pair.verifier.command_of(pair.signed(Switch("auto"))) == Switch("auto")
 

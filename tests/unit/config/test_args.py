@@ -9,19 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.worker_args import parse_worker_args
-from trtllm_disagg.config.args import (
-    WHEREABOUTS,
-    whereabouts_of,
-)
+from trtllm_disagg.config.args import WHEREABOUTS, whereabouts_of
 from trtllm_disagg.config.dynamo_flags import names_of_switch
 from trtllm_disagg.config.settings import names_of_endpoint_types
-from trtllm_disagg.config.worker_config import (
-    ORCHESTRATION,
-    SETTINGS,
-    Role,
-    WorkerConfig,
-    flag_of,
-)
+from trtllm_disagg.config.worker_config import ORCHESTRATION, SETTINGS, Role, WorkerConfig, flag_of
 from trtllm_disagg.errors import ConfigError
 
 
@@ -59,7 +50,6 @@ OTHER_VALUES: dict[str, Any] = {
     "decode_busy_threshold": 0.8,
     "prefill_busy_threshold": 0.4,
     "eff_isl_ratio_threshold": 0.5,
-    "policy_file": __file__,
     "admin_key_file": __file__,
     "nats_server": "nats://other:4222",
 }
@@ -152,7 +142,7 @@ def test_the_old_publish_flag_stands_for_both() -> None:
 @pytest.mark.parametrize(
     ("argv", "environ", "parts"),
     [
-        (["--max-batch-size", "many"], {}, ["--max-batch-size", "'many'", "a whole number"]),
+        (["--max-batch-size", "many"], {}, ["--max-batch-size", "'many'", "an integer"]),
         ([], {"DYN_TRTLLM_KV_BLOCK_SIZE": "3"}, ["DYN_TRTLLM_KV_BLOCK_SIZE", "3", "a power of two"]),
         ([], {"TRTLLM_DISAGG_PUBLISH_METRICS": "maybe"}, ["TRTLLM_DISAGG_PUBLISH_METRICS", "'maybe'"]),
         ([], {"DYN_TRTLLM_FREE_GPU_MEMORY_FRACTION": "x"}, ["FREE_GPU_MEMORY_FRACTION", "a number"]),

@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.deployments import ROOT
 from tests.support.worker_args import parse_worker_args
-from trtllm_disagg.config.args import actions_of
+from trtllm_disagg.common.cli import actions_of
 from trtllm_disagg.config.dynamo_flags import (
     NOT_SERVED,
     OF_THE_ROUTER,
@@ -112,6 +113,7 @@ DIFFERENCES = {
     "--event-plane": "zmq is named; Dynamo takes it when none is",
     "--load-format": "the formats that TensorRT-LLM has for text; without gms: its memory service is not set up",
     "--disaggregation-mode": "without encode, which is for images; prefill_and_decode is another name of agg",
+    "--modality": "without those of diffusion",
     "--dyn-tool-call-parser": "checked against Dynamo's list when the worker starts",
     "--dyn-reasoning-parser": "checked against Dynamo's list when the worker starts",
     "--dyn-structural-tag": "off unless guided_decoding_backend is set, without which the engine refuses tags",
@@ -212,14 +214,21 @@ def test_unserved_dynamo_option_is_refused_as_flag_and_as_variable(flag: Any) ->
     argv = [asks["true" in flag.accepted]] if flag.is_switch else [flag.name, "xyz"]
     with pytest.raises(ConfigError, match=f"^{flag.name}: ") as caught:
         parse(*argv)
-    assert flag.instead in str(caught.value)
+    assert str(caught.value).endswith("docs/reference/from-dynamo-trtllm.md says why, and what to use)")
     with pytest.raises(ConfigError, match=f"^{flag.variable}: "):
         parse(**{str(flag.variable): wanted if flag.is_switch else "xyz"})
 
 
+def test_the_page_has_the_reason_of_every_refused_flag_and_variable() -> None:
+    page = (ROOT / "docs" / "reference" / "from-dynamo-trtllm.md").read_text(encoding="utf-8")
+    reasons = page.partition("\n## Refused\n")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([\w-]+)", reasons))
+    assert {flag.name for flag in (*NOT_SERVED, *VARIABLES_NOT_SERVED)} - named == set()
+
+
 @pytest.mark.parametrize("variable", VARIABLES_NOT_SERVED, ids=lambda variable: str(variable.name))
 def test_a_variable_without_a_flag_is_refused_too(variable: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^{variable.name}: '1' .*{variable.instead[:20]}"):
+    with pytest.raises(ConfigError, match=f"^{variable.name}: '1' .*from-dynamo-trtllm.md"):
         parse(**{variable.name: "1"})
     for value in variable.accepted:
         parse(**{variable.name: value})

@@ -131,14 +131,14 @@ def test_empty_engine_file_is_like_no_file(tmp_path: Path) -> None:
         ),
         ({"sampler_type": "TRTLLMSampler"}, ["sampler_type", "TRTLLMSampler"]),
         ([1], ["engine.yaml", "list"]),
-        ("a: [", ["engine.yaml is not YAML: expected", "in line 1, column 5"]),
-        ("a: \0", ["engine.yaml is not YAML: unacceptable character #x0000: special characters are not"]),
+        ("a: [", ["engine.yaml: not YAML: expected", "in line 1, column 5"]),
+        ("a: \0", ["engine.yaml: not YAML: unacceptable character #x0000: special characters are not"]),
         ("max_seq_len: 4" + " " * 1_000_000, ["engine.yaml", "more than 1000000 bytes long"]),
         *(
             (f"a: {tagged}", ["engine.yaml", "a tag, such as !!timestamp or !!int, on a value that is none"])
             for tagged in ("!!timestamp noon", "!!bool x", "!!int ''", "!!float 1" + ":1" * 4000)
         ),
-        ("max_seq_len: 4\nmax_seq_len: 8", ["engine.yaml", "max_seq_len is there twice, in lines 1 and 2"]),
+        ("max_seq_len: 4\nmax_seq_len: 8", ["engine.yaml: max_seq_len is there twice, in lines 1 and 2"]),
         (
             "kv_cache_config: {\n  max_tokens: 4,\n  max_tokens: 4}",
             ["max_tokens is there twice", "lines 2 and 3"],
@@ -154,6 +154,54 @@ def test_a_bad_file_is_refused_with_file_key_value_and_what_is_allowed(
     tmp_path: Path, content: object, parts: list[str]
 ) -> None:
     message = refusal(tmp_path, content, engine="embedded")
+    assert [part for part in parts if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ({"max_num_token": 1}, ["max_num_token", "1", "did you mean max_num_tokens?"]),
+        ({"max_batch_size": "many"}, ["engine.yaml: max_batch_size", "'many'", "integer"]),
+        ({"tensor_parallel_size": 0}, ["engine.yaml: tensor_parallel_size: 0", "greater than 0"]),
+        ({"stream_interval": 0}, ["stream_interval: 0", "greater than 0"]),
+        (
+            {"kv_cache_config": {"tokens_per_block": 48}},
+            ["kv_cache_config.tokens_per_block: 48", "a power of two"],
+        ),
+        (
+            {"kv_cache_config": {"free_gpu_memory_fraction": 1.5}},
+            ["fraction: 1.5", "less than or equal to 1"],
+        ),
+        (
+            {"kv_cache_config": {"kv_events_config": {"hwm": 0}}},
+            ["kv_events_config.hwm: 0", "greater than 0"],
+        ),
+        ({"kv_cache_config": 3}, ["engine.yaml: kv_cache_config: 3", "dictionary"]),
+        ({"moe_config": {"backend": "WIDEEP"}}, ["moe_config.backend: 'WIDEEP'", "'CUTLASS'"]),
+        (
+            {"cuda_graph_config": {"max_batch_size": "x"}},
+            ["cuda_graph_config.max_batch_size: 'x'", "integer"],
+        ),
+        ({"cuda_graph_config": {"max_batch_sizes": 1}}, ["did you mean cuda_graph_config.max_batch_size?"]),
+        ({"load_format": "fast"}, ["load_format: 'fast'", "one of auto, dummy, vision_only, gms"]),
+        ({"scheduler_config": {"waiting_queue_policy": "x"}}, ["waiting_queue_policy: 'x'", "'fcfs'"]),
+        ({"cache_transceiver_config": {"backend": "nixl"}}, ["'nixl'", "'UCX', 'NIXL', 'MOONCAKE' or 'MPI'"]),
+        (
+            {"cache_transceiver_config": {"backend": "UCX", "transceiver_runtime": "PYTHON"}},
+            ["transceiver_runtime: 'PYTHON'", "CPP or auto with backend UCX"],
+        ),
+        (
+            {"cache_transceiver_config": {"transceiver_runtime": "PYTHON", "kv_transfer_timeout_ms": None}},
+            ["kv_transfer_timeout_ms: None", "a finite kv_transfer_timeout_ms"],
+        ),
+        ({"telemetry_config": 1}, ["telemetry_config: 1", "dictionary"]),
+    ],
+    ids=str,
+)
+def test_a_bad_file_for_tensorrt_llm_is_refused_by_its_own_declaration(
+    tmp_path: Path, content: object, parts: list[str]
+) -> None:
+    message = refusal(tmp_path, content, engine="tensorrt_llm")
     assert [part for part in parts if part not in message] == []
 
 
@@ -195,6 +243,8 @@ def test_a_key_that_only_tensorrt_llm_knows_is_left_to_it(tmp_path: Path, engine
 def test_embedded_only_key_is_refused_for_tensorrt_llm(tmp_path: Path) -> None:
     values = {"engine": "tensorrt_llm"}
     assert "embedded" in refusal(tmp_path, {"embedded": {"num_threads": 2}}, **values)
+    assert "modelled" in refusal(tmp_path, {"modelled": {"gpu": "h100"}}, **values)
+    assert "recording" in refusal(tmp_path, {"recording": {}}, engine="modelled")
     shared_memory = {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}}
     assert "'SHARED_MEMORY'" in refusal(tmp_path, shared_memory, **values)
 
@@ -248,14 +298,15 @@ def test_publishing_events_cannot_work_with_pushed_events_or_well_without_block_
     assert "kv_events_config.enable_kv_cache_events" in refusal(tmp_path, pushed, publish_kv_events=True)
 
 
-def test_statistics_that_metrics_read_cannot_be_off_and_are_better_of_every_step(
+def test_statistics_that_metrics_read_are_turned_on_and_are_better_of_every_step(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     off, rare = {"enable_iter_perf_stats": False}, {"iter_perf_stats_interval": 8}
     build(tmp_path, off | rare, engine="tensorrt_llm")
     assert caplog.text == ""
-    refused = refusal(tmp_path, off, engine="tensorrt_llm", publish_metrics=True)
-    assert "enable_iter_perf_stats: False is not allowed; expected true with --publish-metrics" in refused
+    args = build(tmp_path, off, engine="tensorrt_llm", publish_metrics=True)
+    assert args["enable_iter_perf_stats"] is True
+    assert "enable_iter_perf_stats is set to true: --publish-metrics reads them" in caplog.text
     build(tmp_path, rare, engine="tensorrt_llm", publish_metrics=True)
     assert "iter_perf_stats_interval 8" in caplog.text
 

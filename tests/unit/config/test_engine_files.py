@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 import yaml
 
-from tools.pin_engine_arguments import engine_files
+from scripts.pin_engine_arguments import engine_files
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs, check_marks, refuse_unsupported
 from trtllm_disagg.engines.modelled.config import ModelledArgs
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.doctor.pair import PlannedDeployment, side_of
+from trtllm_disagg.tools.doctor.pair import settings_of, stage_of
 
-#: Made by tools/pin_engine_arguments.py.
+#: Made by scripts/pin_engine_arguments.py.
 PIN = json.loads((Path(__file__).parent / "dynamos_engine_arguments.json").read_text())
 #: Another class than LLM takes it; `backend: pytorch` is what LLM is, and is left out.
 NOT_SERVED = ("backend", "_autodeploy")
@@ -66,7 +67,7 @@ def test_every_value_reaches_the_engine_and_is_known_to_doctor(
         for part in key.split("."):
             built = built[part]
         assert built == value
-        assert side_of(Role.PREFILL, "engine.yaml", content, None, PlannedDeployment()).bad_keys == ()
+        assert stage_of(settings_of(Role.PREFILL, ()), "e.yaml", content, NEWEST_KNOWN, {}).bad_keys == ()
 
 
 def test_engine_argument_of_dynamos_examples_that_is_not_served_is_refused(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_engine_argument_removed_by_tensorrt_llm_is_an_error_of_doctor() -> None
     assert value in PIN["values"][key]
     content: dict[str, Any] = {}
     put(content, key, value)
-    (bad,) = side_of(Role.DECODE, "engine.yaml", content, None, PlannedDeployment()).bad_keys
+    (bad,) = stage_of(settings_of(Role.DECODE, ()), "e.yaml", content, NEWEST_KNOWN, {}).bad_keys
     assert (bad.key, bad.value) == GONE
     assert "'CUTEDSL'" in bad.instead
 
@@ -112,6 +113,9 @@ ENGINES: dict[str, tuple[str, type[LlmArgs]]] = {
     "modelled": ("modelled", ModelledArgs),
 }
 
+
+#: Served with --enable-multimodal, for which decode reuses no blocks.
+WITH_IMAGES = ("qwen2.5-vl",)
 
 #: In either role.
 FLEX = "flex"
@@ -154,25 +158,26 @@ def test_every_key_of_an_engine_file_has_a_comment_and_is_known_to_its_engine(pa
         assert set(check_marks(args, "modelled")) <= {"disable_overlap_scheduler"}
 
 
-@pytest.mark.parametrize("sides", [("prefill", "decode"), (FLEX, "decode"), ("prefill", FLEX), (FLEX, FLEX)])
+@pytest.mark.parametrize("stages", [("prefill", "decode"), (FLEX, "decode"), ("prefill", FLEX), (FLEX, FLEX)])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_two_sides_of_a_pair_fit(model: str, sides: tuple[str, str]) -> None:
-    prefill, decode = (args_of(FOLDER / model / f"{name}.yaml") for name in sides)
+def test_the_two_sides_of_a_pair_fit(model: str, stages: tuple[str, str]) -> None:
+    prefill, decode = (args_of(FOLDER / model / f"{name}.yaml") for name in stages)
     assert prefill.max_seq_len == decode.max_seq_len
     assert prefill.dtype == decode.dtype
-    for name in ("tokens_per_block", "dtype", *(["enable_block_reuse"] if FLEX not in sides else [])):
+    alike = FLEX not in stages and model not in WITH_IMAGES
+    for name in ("tokens_per_block", "dtype", *(["enable_block_reuse"] if alike else [])):
         assert getattr(prefill.kv_cache_config, name) == getattr(decode.kv_cache_config, name)
     assert prefill.cache_transceiver_config == decode.cache_transceiver_config
-    for side in (prefill, decode):
-        assert side.cache_transceiver_config is not None
-        runtime = side.cache_transceiver_config.transceiver_runtime
-        expected = {"NIXL": "PYTHON", "UCX": "CPP"}[str(side.cache_transceiver_config.backend)]
+    for stage in (prefill, decode):
+        assert stage.cache_transceiver_config is not None
+        runtime = stage.cache_transceiver_config.transceiver_runtime
+        expected = {"NIXL": "PYTHON", "UCX": "CPP"}[str(stage.cache_transceiver_config.backend)]
         assert runtime == ("auto" if model in ENGINES else expected), "of TensorRT-LLM's: named"
-        assert side.enable_chunked_prefill
-        assert side.max_seq_len is not None
-        buffer = side.cache_transceiver_config.max_tokens_in_buffer
-        assert buffer is None or buffer >= side.max_seq_len
-    assert prefill.disable_overlap_scheduler is (sides[0] != FLEX and model != "demo")
+        assert stage.enable_chunked_prefill
+        assert stage.max_seq_len is not None
+        buffer = stage.cache_transceiver_config.max_tokens_in_buffer
+        assert buffer is None or buffer >= stage.max_seq_len
+    assert prefill.disable_overlap_scheduler is (stages[0] != FLEX and model != "demo")
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -180,7 +185,7 @@ def test_a_worker_that_flips_prefills_as_prefill_does_and_decodes_as_decode_does
     flex, prefill, decode = (args_of(FOLDER / model / f"{name}.yaml") for name in (FLEX, "prefill", "decode"))
     assert flex.max_num_tokens == prefill.max_num_tokens
     slots, graphs = flex.max_batch_size, flex.cuda_graph_config
-    if model != "deepseek-r1":  # whose ranks are fewer
+    if model != "deepseek-r1":  # its flex workers have fewer ranks than decode
         assert (slots, graphs and graphs.enable_padding) == (
             decode.max_batch_size,
             decode.cuda_graph_config and decode.cuda_graph_config.enable_padding,
@@ -188,4 +193,12 @@ def test_a_worker_that_flips_prefills_as_prefill_does_and_decodes_as_decode_does
         assert flex.tensor_parallel_size == decode.tensor_parallel_size
     assert graphs is not None
     assert model in ENGINES or graphs.max_batch_size == slots
-    assert flex.kv_cache_config.enable_block_reuse
+    assert flex.kv_cache_config.enable_block_reuse is (model not in WITH_IMAGES)
+
+
+@pytest.mark.parametrize("name", ["agg", "prefill", "decode", FLEX])
+@pytest.mark.parametrize("model", WITH_IMAGES)
+def test_files_for_models_with_images_serve_images(model: str, name: str) -> None:
+    file, role = FOLDER / model / f"{name}.yaml", Role.DECODE if name == FLEX else Role(name)
+    options = {"enable_multimodal": True, "extra_engine_args": str(file)}
+    build_engine_args(WorkerConfig(model="org/model", role=role, engine="tensorrt_llm", **options))  # type: ignore[arg-type]

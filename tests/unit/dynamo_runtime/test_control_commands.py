@@ -12,10 +12,10 @@ from tests.support.handling import raw_request
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.admin.commands import CONTROL, Signer, Switch, decode_command, is_control
 from trtllm_disagg.admin.keys import AdminKey
-from trtllm_disagg.dynamo_runtime.controller import Controller
 from trtllm_disagg.dynamo_runtime.handler import Handler
 from trtllm_disagg.errors import EngineError, InvalidRequestError, StageTimeoutError
 from trtllm_disagg.strategies import STRATEGIES, switchable
+from trtllm_disagg.tools.admin.controller import Controller
 from trtllm_disagg.types import Generate
 
 SWITCHABLE = f"expected one of {', '.join(switchable())};"

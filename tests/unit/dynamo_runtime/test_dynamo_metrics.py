@@ -12,8 +12,8 @@ from tests.support.stage_client import FakeContext
 from tests.support.trying import logged
 from tests.unit.handlers.test_measured import CAME, decoder, prefilled
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.dynamo_runtime.kv_events import KvEventForwarder
 from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
+from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder
 from trtllm_disagg.engine.cache_events import CacheEvents
 from trtllm_disagg.engine.capabilities import event_buffer_of
 from trtllm_disagg.handlers.trace import KV_TRANSFER_BYTES, KV_TRANSFER_MS, RequestEnd, RequestSink
@@ -132,6 +132,7 @@ async def test_polls_of_cache_events_and_lost_ones_are_counted() -> None:
 def test_the_engines_event_buffer_is_shown_where_events_are_polled(kv_cache: Any) -> None:
     metrics = made()
     assert value(metrics, "trtllm_kv_event_buffer_capacity") == 0
-    metrics.polls_events_of(event_buffer_of(SimpleNamespace(args=SimpleNamespace(kv_cache_config=kv_cache))))
+    llm = SimpleNamespace(args=SimpleNamespace(kv_cache_config=kv_cache))
+    metrics.event_buffer.set(event_buffer_of(llm))
     assert value(metrics, "trtllm_kv_event_buffer_capacity") == 7
     assert event_buffer_of(object()) == 0

@@ -62,7 +62,7 @@ def test_a_step_is_shown_under_tensorrt_llms_names_and_nothing_runs_at_rest() ->
         "trtllm_kv_cache_iter_reuse_rate": 0.75,
     }
     assert shown(metrics) == expected
-    metrics.rest()
+    metrics.show_idle()
     assert shown(metrics) == expected | {"trtllm_num_requests_running": 0}
 
 
@@ -172,7 +172,7 @@ def test_a_breaker_shows_while_it_is_open() -> None:
 
 @given(values=st.lists(st.text(), max_size=80))
 def test_a_label_has_no_more_values_than_its_bound(values: list[str]) -> None:
-    bound = LabelValues("known", most=5)
+    bound = LabelValues("known", max_values=5)
     shown_values = {bound.bound(value) for value in [*values, "known"]}
     assert "known" in shown_values
     assert len(shown_values - {OTHER}) <= 5

@@ -19,9 +19,9 @@ from tests.support.sinks import RecordingEventSink
 from tests.unit.worker.test_stage_state import stage_state
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.discovery import DiscoveryFiles
-from trtllm_disagg.dynamo_runtime.kv_events import KvEventForwarder
 from trtllm_disagg.dynamo_runtime.listing import keep_in_discovery
 from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
+from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.worker.life import Event
 
@@ -174,7 +174,7 @@ async def test_entering_again_is_tried_again_when_it_fails(
     watcher = asyncio.create_task(keeping)
     await until(lambda: len(attempts) > 1)
     watcher.cancel()
-    assert "read-only file system; the next attempt" in caplog.text
+    assert "read-only file system; trying again" in caplog.text
 
 
 def test_a_file_is_lost_only_if_it_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,36 +62,25 @@ async def waited_for(begun: Any) -> asyncio.Future[Any]:
 
 
 async def push(generate: Generate, sender: Sender, context: FakeContext | None = None, **keys: Any) -> None:
-    handler = Handler(generate, dict, pushes=True).function
+    handler = Handler(generate, dict).function
     answers = handler(raw_request(**keys), context=context or FakeContext(), response_sender=sender)
     assert [each async for each in answers] == []
 
 
-@pytest.mark.parametrize("pushes", [True, False])
-def test_dynamo_finds_the_senders_name_where_answers_are_pushed(pushes: bool) -> None:
+def test_dynamo_finds_the_senders_name() -> None:
     """It looks for it once, when the endpoint is served."""
-    names = inspect.signature(Handler(counting(1), dict, pushes=pushes).function).parameters
-    assert "context" in names
-    assert ("response_sender" in names) is pushes
+    names = inspect.signature(Handler(counting(1), dict).function).parameters
+    assert {"context", "response_sender"} <= names.keys()
 
 
 async def test_answers_are_sent_and_without_a_sender_yielded() -> None:
     """Dynamo's health probes come so, and all that an older Dynamo brings."""
-    handler = Handler(counting(3), dict, pushes=True).function
+    handler = Handler(counting(3), dict).function
     answers = [each async for each in handler(raw_request(), context=FakeContext())]
     sender = Sender()
     await push(counting(3), sender)
     assert answers == sender.sent == [{"token_ids": [token]} for token in range(3)]
     assert sender.is_closed
-
-
-async def test_an_error_is_raised_and_closes_nothing() -> None:
-    """Closing would make a whole answer of it; what is raised keeps its kind."""
-    sender = Sender()
-    with pytest.raises(dynamo_errors.HttpError):
-        await push(counting(2, OverloadedError("full")), sender)
-    assert sender.tokens == [0, 1]
-    assert not sender.is_closed
 
 
 @pytest.mark.parametrize("error", [InvalidRequestError("n=2"), OverloadedError("full")])
@@ -283,7 +272,7 @@ async def test_answer_of_one_chunk_ends_without_a_notice() -> None:
 
 @pytest.mark.parametrize("stage", ["prefill", "decode", "whole"])
 async def test_first_token_of_a_phase_request_is_not_notified(stage: str) -> None:
-    context = await served(raw_request(errand={"stage": stage}), Source())
+    context = await served(raw_request(phase_request={"phase": stage}), Source())
     assert (context.ranks, context.notices) == ([], [])
 
 

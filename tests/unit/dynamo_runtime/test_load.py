@@ -90,7 +90,7 @@ def test_an_engine_that_hangs_with_requests_keeps_its_load_until_they_have_gone(
     clock, rests = Clock(), list[float]()
     requests = {"one"}
     published = Published(
-        has_requests=lambda: bool(requests), on_rest=lambda: rests.append(clock.now), clock=clock
+        has_requests=lambda: bool(requests), on_idle=lambda: rests.append(clock.now), clock=clock
     )
     published.statistics.receive([stat(90, 0)])
     for _ in range(3):
@@ -117,7 +117,7 @@ def test_engine_at_rest_holds_nothing_unless_its_records_tell_what_changes_betwe
     full = {"kvCacheStats": {"usedNumBlocks": 99, "maxNumBlocks": 100}, "numActiveRequests": 1}
     for metrics in (of_engine, of_dynamo):
         metrics.update(full | says_of_handoffs)
-        metrics.rest()
+        metrics.show_idle()
     pages = (registry_of(of_engine), of_dynamo.registry)
     values = {each.name: each.value for page in pages for metric in page.collect() for each in metric.samples}
     names = ("trtllm_disagg_kv_blocks_used", "trtllm_disagg_requests_active")

@@ -140,13 +140,6 @@ def test_a_request_that_was_passed_on_is_counted_once_as_a_whole_one() -> None:
     assert value(served.registry, f"{OURS}request_seconds_count", phase="whole") == 0
 
 
-@pytest.mark.parametrize("kind", ["prefill", "decode", "cached"])
-def test_what_another_worker_asked_for_is_a_phase(kind: Any) -> None:
-    metrics = RequestMetrics()
-    metrics.ended(end(msgspec.structs.replace(whole(), phase_request=PhaseRequest(kind)), 0.1))
-    assert value(metrics.registry, f"{OURS}request_seconds_count", phase=kind) == 1
-
-
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 def test_under_router_the_decode_worker_alone_counts_a_whole_request(role: Role) -> None:
     config = WorkerConfig(model="org/model", role=role, strategy="router")

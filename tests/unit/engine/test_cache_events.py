@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.support.sinks import IndexListener, RecordingCacheListener, Removed, Stored, events_for
 from trtllm_disagg.engine.cache_events import CacheEvents, StoredBlocks, signed
-from trtllm_disagg.handlers.decide import CachedPrefix
+from trtllm_disagg.handlers.cached_prefix import CachedPrefix
 
 BLOCK = 4
 #: Above 2**63: an unsigned number that the router's signed ones cannot hold.
 BIG = 2**64 - 3
 
 
-def block(block_hash: int | str, tokens: list[int], **fields: Any) -> dict[str, Any]:
+def block(block_hash: int | str, tokens: Sequence[int | str], **fields: Any) -> dict[str, Any]:
     unique = [{"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens]
     return {
         "type": "stored_block",
@@ -47,6 +48,8 @@ def received(*events: dict[str, Any], buffer_size: int = 0) -> RecordingCacheLis
 FOUR = [1, 2, 3, 4]
 #: A name of the newer cache manager, and that of a parent.
 NAME, PARENT = "ff" * 32, "00" * 7 + "05" + "ab" * 24
+KEY = {"type": "mm_key", "hash": "fedcba9876543210" + "ab" * 24, "start_offset": 0}
+IMAGE = {"mm_objects": [{"mm_hash": 0xFEDCBA9876543210, "offsets": []}]}
 CREATED: dict[str, Any] = {"type": "created", "num_blocks_per_cache_level": [9, 0]}
 PARTIAL = stored(block(1, FOUR), block(2, [5]), block(3, [6, 7, 8, 9]))
 
@@ -83,6 +86,16 @@ PARTIAL = stored(block(1, FOUR), block(2, [5]), block(3, [6, 7, 8, 9]))
             [Stored(FOUR, [4], [2], None, None), Removed([2])],
             id="the hash of a partial block becomes that of a full one",
         ),
+        pytest.param(
+            [stored(block(1, FOUR), block(2, FOUR, mm_keys=[KEY]))],
+            [Stored(FOUR * 2, [4, 4], [1, 2], None, None, [None, IMAGE])],
+            id="a block of an image",
+        ),
+        pytest.param(
+            [stored(block(1, FOUR), block(2, [NAME, 6, 7, 8], mm_keys=[KEY]), block(3, FOUR)), removed(2)],
+            [Stored(FOUR, [4], [1], None, None)],
+            id="an image's digest in place of a token ends the blocks, as a partial block does",
+        ),
         ([{"event_id": 0, "data": CREATED}], []),
         ([{"data": {"type": "updated", "block_hash": 1, "cache_level": {"type": "event_diff"}}}], []),
         ([{"data": {"type": "something new"}}], []),
@@ -112,10 +125,10 @@ def test_only_events_of_the_widest_attention_window_are_published() -> None:
         ([(0, None), (1, None), (2, None)], []),
         ([(7, None), (8, None)], []),
         ([(None, None), (None, None)], []),
-        ([(0, None), (3, None), (4, None)], ["KV event 3 came where 1 was due"]),
-        ([(5, None), (0, None)], ["KV event 0 came where 6 was due"]),
+        ([(0, None), (3, None), (4, None)], ["KV event 3 came instead of 1"]),
+        ([(5, None), (0, None)], ["KV event 0 came instead of 6"]),
         ([(0, 0), (0, 1), (1, 0), (1, 1)], []),
-        ([(0, 0), (0, 1), (2, 1)], ["KV event 2 came where 1 was due"]),
+        ([(0, 0), (0, 1), (2, 1)], ["KV event 2 came instead of 1"]),
     ],
 )
 def test_gap_in_event_ids_logs_a_warning(
@@ -147,7 +160,7 @@ def test_many_gaps_and_many_unfit_events_are_one_short_line_each(caplog: pytest.
     unfit = {"data": {"type": "stored", "blocks": list(range(1000))}}
     received(*gaps, *[unfit] * 20)
     lines = [record.getMessage() for record in caplog.records]
-    assert [line.partition(":")[0] for line in lines] == ["KV event 5 came where 1 was due", "kv-events"]
+    assert [line.partition(":")[0] for line in lines] == ["KV event 5 came instead of 1", "kv-events"]
     assert "TypeError" in lines[1]
     assert len(caplog.text) < 1000
 
@@ -188,14 +201,14 @@ def test_a_listener_that_comes_late_begins_with_the_blocks_that_are_stored_paren
     cache.receive(
         [
             stored(block(1, [0, 1, 2, 3], **salted), block(2, [4, 5, 6, 7], **salted), parent=7),
-            stored(block(7, [9, 9, 9, 9])),
+            stored(block(7, [9, 9, 9, 9], mm_keys=[KEY])),
             stored(block(3, [8, 8, 8, 8])),
             removed(3),
         ]
     )
     cache.subscribe(late)
     assert late.events == [
-        Stored([9, 9, 9, 9], [4], [7], None, None),
+        Stored([9, 9, 9, 9], [4], [7], None, None, [IMAGE]),
         Stored([0, 1, 2, 3], [4], [1], 7, "tenant-1"),
         Stored([4, 5, 6, 7], [4], [2], 1, "tenant-1"),
     ]
@@ -228,7 +241,7 @@ def test_gap_between_two_role_terms_is_noticed(caplog: pytest.LogCaptureFixture)
     later = RecordingCacheListener()
     cache.subscribe(later)
     cache.receive([removed(event_id=3)])
-    assert (later.num_lost, "KV event 3 came where 1 was due" in caplog.text) == (2, True)
+    assert (later.num_lost, "KV event 3 came instead of 1" in caplog.text) == (2, True)
 
 
 def test_a_listener_that_fails_keeps_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,11 @@ from tests.support.deployments import ROOT
 from tests.support.handling import PROMPT, request
 from tests.support.recording_pair import MAX_SEQ_LEN, leftover_tasks, recording_engine
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engine.capabilities import Capabilities
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.engines import resolve_engine
-from trtllm_disagg.engine.health import Stall, until_stalled
+from trtllm_disagg.engine.health import Stall, stall_seconds, until_stalled
 from trtllm_disagg.engine.llm_api import load_api, translate
+from trtllm_disagg.engine.table import resolve_engine
 from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, OLDEST_SERVED, TrtllmVersion, installed_version
 from trtllm_disagg.engines import embedded
 from trtllm_disagg.engines.recording.hard_edges import RequestError
@@ -144,7 +142,6 @@ def test_logprobs_of_a_request_become_those_of_sampling_params(
     [
         ({"priority": 7.0}, "priority"),
         ({"token_ids": [1] * MAX_SEQ_LEN}, f"max_seq_len {MAX_SEQ_LEN} .*at most {MAX_SEQ_LEN - 1}"),
-        ({"sampling_options": {"guided_decoding": {"json": "{}", "regex": "a"}}}, "json, regex"),
     ],
 )
 def test_what_the_engine_refuses_is_the_callers_fault(keys: dict[str, Any], named: str) -> None:
@@ -162,19 +159,6 @@ def test_every_kind_of_refusal_is_the_callers_fault(error: Exception) -> None:
     engine.llm.generate_async = refuse
     with pytest.raises(InvalidRequestError, match="x"):
         engine.start_agg(request())
-
-
-def test_choices_without_sampling_are_the_callers_fault_in_the_engines_words() -> None:
-    """TensorRT-LLM's SamplingParams refuse n above 1 with temperature 0 unless that variable is set."""
-    engine = recording_engine()
-
-    def refuse(*, n: int, temperature: float, **others: Any) -> None:
-        assert (n, temperature) == (2, 0.0)
-        raise ValueError("Greedy decoding ... set an environment variable TLLM_ALLOW_N_GREEDY_DECODING=1")
-
-    engine.api = replace(engine.api, sampling_params=refuse)
-    with pytest.raises(InvalidRequestError, match="TLLM_ALLOW_N_GREEDY_DECODING=1"):
-        engine.start_agg(request(sampling_options={"n": 2, "temperature": 0.0}))
 
 
 def test_a_closed_engine_is_not_the_callers_fault() -> None:
@@ -299,13 +283,13 @@ def test_engine_without_max_seq_len_gets_prompts_of_any_length() -> None:
 
 
 TOY = """
-from trtllm_disagg.engine.engines import ENGINES, EngineSpec
+from trtllm_disagg.engine.table import ENGINES, EngineSpec
 ENGINES["toy"] = EngineSpec("toy", "trtllm_disagg.engines.recording.llm", defaults={"max_batch_size": 3})
 
 from tests.support.worker_args import parse_worker_args
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.engine.llm_api import load_api, serve_as_rank
-from trtllm_disagg.engine.engines import resolve_engine
+from trtllm_disagg.engine.table import resolve_engine
 from trtllm_disagg.engines.recording import llm as recording
 
 config = parse_worker_args(["--model", "org/model", "--engine", "toy"], {})
@@ -432,16 +416,14 @@ async def test_stall_reason_names_the_flag(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine_name", "given", "seconds"),
+    ("args", "seconds"),
     [
-        ("tensorrt_llm", None, 600.0),
-        ("embedded", None, 0.0),
-        ("embedded", 9.0, 9.0),
-        ("tensorrt_llm", 0.0, 0.0),
+        ({"max_seq_len": 1_000_000}, 120 + 1000),
+        ({"max_num_tokens": 8192}, 120 + 132),
+        ({"max_seq_len": 100, "max_num_tokens": 8000}, 120 + 8),
+        ({"max_seq_len": 1000, "cache_transceiver_config": {"kv_transfer_timeout_ms": None}}, 120 + 60 + 1),
     ],
+    ids=["long prompts", "the model's length", "many short prompts", "no timeout"],
 )
-def test_stall_timeout_defaults_to_off_for_engines_that_watch_their_steps(
-    engine_name: str, given: float | None, seconds: float
-) -> None:
-    config = WorkerConfig(model="org/model", engine=engine_name, engine_stall_timeout=given)
-    assert config.stall_seconds == seconds
+def test_stall_timeout_leaves_time_for_the_longest_step(args: dict[str, Any], seconds: float) -> None:
+    assert stall_seconds(args) == seconds

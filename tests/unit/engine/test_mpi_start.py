@@ -51,7 +51,7 @@ class COMM_SELF:
         ),
         (BEFORE % 1000 + OPEN_MPI_5 + UNKNOWN, "", "no process here (Open MPI v5.0.10rc2: mpi4py.MPI.Exce"),
         (BEFORE % 1000 + "libmpi.so.40: cannot open\n", "", "here (import mpi4py: libmpi.so.40: cannot"),
-        (BEFORE % 1000 + OPEN_MPI_5, "", "it ended without a word"),
+        (BEFORE % 1000 + OPEN_MPI_5, "", "it ended without output"),
         (BEFORE % 1000 + PINNED, "", "pins its process to CPUs 2 of 0-3,8: set OMPI_MCA_hwloc_base_binding"),
         (BEFORE % 0 + "ModuleNotFoundError: No module named 'mpi4py'\n", "", "mpi4py is not installed here"),
     ],

@@ -6,45 +6,40 @@ import asyncio
 import inspect
 import json
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from tests.support.clock import Clock
 from tests.support.day_one import PESSIMISM, Both, DayOne, kinds, opened
 from tests.support.handling import ORDERS, PROMPT, collect, expected_tokens, request, tokens_of, until
 from tests.support.mounted_recording import mounted_recording_llm
-from tests.support.sinks import (
-    RecordingEventSink,
-    RecordingLoadSink,
-    Removed,
-    Stored,
-)
+from tests.support.sinks import RecordingEventSink, RecordingLoadSink, Removed, Stored
 from tests.support.stage_client import FakeContext
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.dynamo_runtime.handler import SMALLEST_REQUEST, Handler, health_check_payload
-from trtllm_disagg.dynamo_runtime.kv_events import KvEventForwarder
 from trtllm_disagg.dynamo_runtime.metrics import DynamoMetrics
-from trtllm_disagg.dynamo_runtime.publishers import StatsForwarder
+from trtllm_disagg.dynamo_runtime.publishers import KvEventForwarder, StatsForwarder
 from trtllm_disagg.engine.cache_events import CacheEvents
 from trtllm_disagg.engine.capabilities import CAPABILITIES
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld
 from trtllm_disagg.engine.health import EngineHealth, HealthTimes, close, probe
-from trtllm_disagg.engine.llm_api import load_api, translate
+from trtllm_disagg.engine.llm_api import check_model, load_api, translate
 from trtllm_disagg.engine.readers import Statistics
 from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC, RequestError
 from trtllm_disagg.engines.recording.llm import LLM, Script
-from trtllm_disagg.engines.recording.result import EOS_TOKEN
 from trtllm_disagg.errors import (
     ConfigError,
     DisaggError,
@@ -55,11 +50,12 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.cancellation import POLL_SECONDS, num_in_background
-from trtllm_disagg.handlers.decide import CachedPrefixes
+from trtllm_disagg.handlers.cached_prefix import CachedPrefixes
+from trtllm_disagg.handlers.cancellation import POLL_SECONDS
+from trtllm_disagg.handlers.drain import num_in_background
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.peers import DECODE, PREFILL
-from trtllm_disagg.types import GenerateRequest, Usage
+from trtllm_disagg.types import Generate, GenerateRequest, TokenChunk, Usage
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_protocols import DYNAMO
 
@@ -92,6 +88,136 @@ ENDED_ENGINE_ERRORS = (
 @pytest.fixture(params=ORDERS)
 def pair(request: pytest.FixtureRequest) -> DayOne:
     return Both(request.param).day_one(request.param)
+
+
+# -- log probabilities of a prompt
+
+
+def asking(max_tokens: int | None = 3, **keys: Any) -> GenerateRequest:
+    return request(max_tokens, output_options={"prompt_logprobs": 0}, **keys)
+
+
+def of_prompt(chunks: list[TokenChunk]) -> dict[str, Any] | None:
+    """Entry i is about the token behind position i, which has the log probability -i."""
+    return chunks[-1].of_prompt
+
+
+WHOLE = {
+    "prompt_logprobs": [
+        {str(token): {"logprob": -float(position), "rank": 1}}
+        for position, token in enumerate([*PROMPT[1:], expected_tokens(1)[0]])
+    ]
+}
+
+
+@pytest.mark.parametrize("leaves_by", ["stop", "cancel"])
+@pytest.mark.parametrize(("phase", "max_tokens"), [("prefill", 3), ("prefill", 1), ("both", 3)])
+async def test_client_that_leaves_before_logprobs_of_its_prompt_damages_no_other_answer(
+    phase: str, max_tokens: int, leaves_by: str
+) -> None:
+    engine, context, gate = opened(), FakeContext(), asyncio.Semaphore(0)
+    drained: list[GenerateRequest] = []
+    others_gate = asyncio.Semaphore(1)
+    engine.llm.scripts += [Script(gate=others_gate), Script(gate=gate)]
+    other = LocalAgg(engine)(request(max_tokens=5), FakeContext())
+    seen = [await anext(other)]
+    runs: dict[str, Callable[[], Coroutine[Any, Any, object]]] = {
+        "prefill": lambda: LocalPrefill(engine, drained.append)(asking(max_tokens), context),
+        "both": lambda: collect(LocalAgg(engine), asking(max_tokens), context),
+    }
+    leaving = asyncio.create_task(runs[phase]())
+    await until(lambda: len(engine.llm.results) == 2)
+    if leaves_by == "stop":
+        context.stop()
+    else:
+        leaving.cancel()
+    await asyncio.sleep(3 * POLL_SECONDS)
+    for _ in range(4):
+        others_gate.release()
+    seen += [chunk async for chunk in other]
+    assert tokens_of(seen) == expected_tokens(5)
+    gate.release()
+    (ended,) = await asyncio.gather(leaving, return_exceptions=True)
+    assert isinstance(ended, (list, RequestCancelledError, asyncio.CancelledError))
+    await until(lambda: not num_in_background())
+    assert len(drained) == engine.llm.held_contexts == (phase == "prefill" and max_tokens > 1)
+
+
+@pytest.mark.parametrize("order", [*ORDERS, "agg"])
+async def test_logprobs_of_a_prompt_are_of_its_tokens_when_it_is_cached(order: str) -> None:
+    blocks = {"kv_cache_config": {"tokens_per_block": 1}}
+    if order == "agg":
+        engine = opened(**blocks)
+        generate: Generate = LocalAgg(engine)
+        computes = engine.llm
+    else:
+        deployment = Both(order, **blocks).day_one(order)
+        generate, computes = deployment.generate, deployment.prefill
+    for salt in (None, "a", "a"):
+        salted: dict[str, Any] = {} if salt is None else {"routing": {"cache_salt": salt}}
+        await collect(generate, request(**salted))
+        assert of_prompt(await collect(generate, asking(**salted))) == WHOLE
+    salts = [call.get("cache_salt") for call in computes.calls_of("generate_async")]
+    assert salts[::2] == [None, "a", "a"]
+    assert len({None, "a", *salts[1::2]}) == 5
+
+
+async def test_prompt_that_failed_once_is_computed_anew_by_the_fallback() -> None:
+    both = Both("prefill_first", {"on_missing_stage": "local"}, kv_cache_config={"tokens_per_block": 1})
+    both.engines[Role.DECODE].llm.scripts += [Script(error=RequestError(GENERATION_TRANSFER_ERROR))] * 9
+    pair = both.day_one("prefill_first")
+    assert of_prompt(await collect(pair.generate, asking())) == WHOLE
+    assert kinds(pair.prefill)[-1] is None
+
+
+# -- arguments
+
+
+class DeclaredCache(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    dtype: str = "auto"
+
+
+class Declared(BaseModel):
+    """As TorchLlmArgs: with keys that are not known here, and tolerance for one that was removed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    new_argument: int = 1
+    kv_cache_config: DeclaredCache = DeclaredCache()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tolerate(cls, given: dict[str, Any]) -> dict[str, Any]:
+        given.pop("sampler_type", None)
+        return given
+
+
+@pytest.mark.parametrize(
+    ("args", "refused"),
+    [
+        ({"new_argument": 3, "sampler_type": "auto", "kv_cache_config": {"dtype": "fp8"}}, None),
+        ({"no_argument": 3}, "no_argument: TensorRT-LLM refuses it: Extra"),
+        ({"kv_cache_config": {"dtyp": "fp8"}}, r"kv_cache_config\.dtyp: TensorRT-LLM refuses it: Extra"),
+        ({"new_argument": "many"}, "new_argument: TensorRT-LLM refuses it: Input"),
+    ],
+)
+def test_arguments_that_the_engine_refuses_are_refused_before_it_is_built(
+    args: dict[str, Any], refused: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_model("tensorrt_llm", args | {"model": "m"})  # a version without the class
+    module = ModuleType("tensorrt_llm.llmapi.llm_args")
+    monkeypatch.setattr(module, "TorchLlmArgs", Declared, raising=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    given = args | {"model": "m"}
+    if refused is None:
+        check_model("tensorrt_llm", given)
+    else:
+        with pytest.raises(ConfigError, match=refused):
+            check_model("tensorrt_llm", given)
+    assert given == args | {"model": "m"}
 
 
 # -- KV that no decode fetches
@@ -203,10 +329,7 @@ async def test_the_engines_own_refusal_is_the_callers_fault(length: int) -> None
         ("Assertion failed: topP.value() > 0.f (executor/samplingConfig.cpp:273)", InvalidRequestError),
         ("Token ID out of range", InvalidRequestError),
         ("Guided decoding error: EBNF parser error at line 1", InvalidRequestError),
-        (
-            "Guided decoding error: grammar compilation did not finish within 30s.",
-            InvalidRequestError,
-        ),
+        ("Guided decoding error: grammar compilation did not finish within 30s.", InvalidRequestError),
         ("Guided decoding error: internal error in build: ...", EngineError),
         ("Guided decoding error: Request 7 at slot 0 failed to accept last new token: 3.", EngineError),
         ("CUDA error: an illegal memory access was encountered", EngineError),
@@ -214,23 +337,6 @@ async def test_the_engines_own_refusal_is_the_callers_fault(length: int) -> None
 )
 def test_uncategorised_error_is_classified_by_its_message(message: str, kind: type[DisaggError]) -> None:
     assert type(translate(RequestError(message))) is kind
-
-
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [(Script(), "length"), (Script(tokens=[5, EOS_TOKEN]), "stop")],
-    ids=["length", "stop"],
-)
-async def test_a_choice_whose_end_the_engine_does_not_tell_has_a_finish_reason(
-    script: Script, reason: str
-) -> None:
-    engine = opened()
-    engine.llm.scripts.append(script)
-    chunks = await collect(
-        LocalAgg(engine), request(max_tokens=3, sampling_options={"n": 2, "temperature": 1})
-    )
-    ends = {chunk.index: chunk.finish_reason for chunk in chunks if chunk.finish_reason is not None}
-    assert ends == {0: reason, 1: reason}
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -256,14 +362,6 @@ async def test_answer_is_not_longer_than_the_engine_has_room_for(order: str) -> 
     assert tokens_of(chunks) == expected_tokens(1)
     assert chunks[-1].completion_usage == Usage.of(len(PROMPT), 1, 0)
     await day.quiet()
-
-
-async def test_more_choices_than_a_batch_has_room_for_reach_no_engine() -> None:
-    engine = opened(max_batch_size=2)
-    many = request(max_tokens=2, sampling_options={"n": 3, "temperature": 1})
-    with pytest.raises(InvalidRequestError, match="n=3"):
-        await asyncio.wait_for(collect(LocalAgg(engine), many), 2)
-    assert tokens_of(await asyncio.wait_for(collect(LocalAgg(engine), request(max_tokens=2)), 2))
 
 
 # -- the end of a worker
@@ -319,11 +417,7 @@ RANK_1 = {"attentionDpRank": 1}
         pytest.param([(2.0, stat(used=3), 1), (4.0, None, 1)], id="used"),
         pytest.param([(2.0, {"numActiveRequests": 0}, 1), (4.0, None, 1)], id="not said"),
         pytest.param(
-            [
-                (2.0, stat(active=1, **RANK_1), 1),
-                (2.0, stat(attentionDpRank=0), 1),
-                (2.0, stat(**RANK_1), 0),
-            ],
+            [(2.0, stat(active=1, **RANK_1), 1), (2.0, stat(attentionDpRank=0), 1), (2.0, stat(**RANK_1), 0)],
             id="all ranks have to be idle",
         ),
     ],
@@ -507,6 +601,7 @@ async def test_a_request_aborted_in_the_engines_queue_ends_although_the_engine_t
         await asyncio.wait_for(waiting, 5)
     assert engine.llm.results[-1].aborts == [0]
     assert not engine.has_requests()
+    assert [each.prompt_token_ids for each in engine.llm._executor._results.values()] == [[]]
 
 
 async def test_a_probe_that_is_cancelled_is_aborted() -> None:
@@ -612,13 +707,6 @@ async def test_a_guide_is_refused_where_the_engine_would_ignore_it() -> None:
     engine.start_agg(asked)
     (call,) = engine.llm.calls_of("generate_async")
     assert call["sampling_params"].guided_decoding.regex == "a+"
-
-
-async def test_unknown_max_tokens_is_left_to_the_engine() -> None:
-    engine = opened()
-    engine.start_agg(request(max_tokens=None))
-    (call,) = engine.llm.calls_of("generate_async")
-    assert call["sampling_params"].max_tokens is None
 
 
 # -- what is no text

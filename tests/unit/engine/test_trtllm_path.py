@@ -43,30 +43,19 @@ def opened(role: Role, model: str = MODELS[0], **settings: Any) -> Engine:
     return Engine.open(load_api("tensorrt_llm"), worker(role, model, **settings)[1], machine_id=70)
 
 
-def pair(strategy: str) -> tuple[Generate, LLM, LLM, RecordingStageClient]:
+def pair(strategy: str, model: str = MODELS[0]) -> tuple[Generate, LLM, LLM, RecordingStageClient]:
     """A first stage that calls a second one; each on its own engine and file."""
-    prefill, decode = opened(Role.PREFILL), opened(Role.DECODE)
+    prefill, decode = opened(Role.PREFILL, model), opened(Role.DECODE, model)
     first, second = (
         (Role.PREFILL, Role.DECODE) if strategy == "prefill_first" else (Role.DECODE, Role.PREFILL)
     )
     engines = {Role.PREFILL: prefill, Role.DECODE: decode}
 
     def handler(role: Role, client: RecordingStageClient) -> Generate:
-        return build_generate(worker(role, strategy=strategy)[0], engines[role], client)
+        return build_generate(worker(role, model, strategy=strategy)[0], engines[role], client)
 
     client = RecordingStageClient(handler(second, RecordingStageClient()))
     return handler(first, client), prefill.llm, decode.llm, client
-
-
-# -- LLM(...)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_decode_overlaps_and_agg_has_no_transceiver(model: str) -> None:
-    decode, agg = (opened(role, model).llm.calls[0].arguments for role in (Role.DECODE, Role.AGG))
-    assert decode["disable_overlap_scheduler"] is False
-    assert decode["max_num_tokens"] == 2048
-    assert "cache_transceiver_config" not in agg
 
 
 # -- generate_async(...)
@@ -116,12 +105,28 @@ async def test_both_phases_give_tensorrt_llm_the_expected_calls(strategy: str) -
             first_gen_tokens=expected_tokens(1),
             first_gen_log_probs=made.first_gen_log_probs,
             ctx_request_id=disagg_id,
+            opaque_state=made.opaque_state,
             disagg_request_id=disagg_id,
             ctx_info_endpoint=made.ctx_info_endpoint,
         ),
     }
     assert made.first_gen_log_probs == [{expected_tokens(1)[0]: recording.Logprob(-1.0, 1)}]
     assert json.loads(json.dumps(client.requests)) == client.requests
+
+
+#: What Dynamo's frontend makes of `response_format`, and of a tool that `tool_choice` forces.
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+@pytest.mark.parametrize("strategy", ORDERS)
+@pytest.mark.parametrize("model", sorted(path.parent.name for path in CONFIGS.glob("*/worker.env")))
+async def test_a_guided_request_reaches_both_engines_of_each_shipped_pair(model: str, strategy: str) -> None:
+    generate, prefill, decode, _ = pair(strategy, model)
+    asked = decode_request(raw_request(max_tokens=4, sampling_options={"guided_decoding": {"json": SCHEMA}}))
+    assert tokens_of(await collect(generate, asked)) == expected_tokens(4)
+    for llm in (prefill, decode):
+        (call,) = llm.calls_of("generate_async")
+        assert call["sampling_params"].guided_decoding.json == SCHEMA
 
 
 # -- where ranks are placed

@@ -15,7 +15,7 @@ from tests.support.trying import admitted
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import EngineError, OverloadedError
 from trtllm_disagg.handlers.admission import Admission
-from trtllm_disagg.handlers.services import LiveState
+from trtllm_disagg.handlers.live_state import LiveState
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 

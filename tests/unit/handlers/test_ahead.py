@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from contextlib import aclosing
 from typing import Any
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from tests.support.handling import joined, request
 from trtllm_disagg.engines.recording.llm import LLM, RequestError, SamplingParams, Script
-from trtllm_disagg.handlers.outputs import FewTurnsLater, Notify, OutputCursor, at_once, newest_states
+from trtllm_disagg.handlers import outputs
+from trtllm_disagg.handlers.outputs import FewTicksLater, Notify, OutputCursor, at_once, newest_states
 from trtllm_disagg.types import TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -72,7 +74,7 @@ async def test_outputs_that_came_while_the_reader_waited_are_one_chunk() -> None
         await anext(states)
         for _ in range(100):
             await asyncio.sleep(0)
-        assert len(noticed) == 6, "the callback gets each of them"
+        assert len(noticed) == 1, "the callback is for the first of them"
         assert len((await anext(states)).outputs[0].token_ids) == 6
 
 
@@ -111,7 +113,7 @@ async def test_closing_the_reader_cancels_the_read_ahead_task() -> None:
 
 
 async def test_events_are_set_together_after_the_turns() -> None:
-    later = FewTurnsLater(3)
+    later = FewTicksLater(3)
     first, second = asyncio.Event(), asyncio.Event()
     later(first)
     await asyncio.sleep(0)
@@ -133,7 +135,7 @@ async def test_events_are_set_together_after_the_turns() -> None:
 @pytest.mark.parametrize(("seconds", "turns"), [(1e-6, 16), (1e-3, 128)], ids=["idle", "busy"])
 async def test_a_busy_loop_turns_often_and_an_idle_one_is_not_waited_for(seconds: float, turns: int) -> None:
     event, clock = asyncio.Event(), itertools.count()
-    FewTurnsLater(128, lambda: next(clock) * seconds)(event)
+    FewTicksLater(128, lambda: next(clock) * seconds)(event)
     for _ in range(turns):
         assert not event.is_set()
         await asyncio.sleep(0)
@@ -141,11 +143,24 @@ async def test_a_busy_loop_turns_often_and_an_idle_one_is_not_waited_for(seconds
 
 
 async def test_outputs_of_a_few_turns_are_one_chunk_when_the_notice_is_late() -> None:
-    chunks = await chunks_of(start(Script(), 12), [0], FewTurnsLater(5))
+    chunks = await chunks_of(start(Script(), 12), [0], FewTicksLater(5))
     assert 1 < len(chunks) < 12
     assert joined(chunks) == joined(await chunks_of(start(Script(), 12), [0]))
 
 
-async def test_the_end_of_an_answer_waits_for_no_notice() -> None:
+@pytest.mark.parametrize(
+    ("step", "chunks"), [(5e-3, 3), (1e-4, 1)], ids=["steps of an engine", "ready tokens"]
+)
+async def test_an_output_a_step_after_the_one_before_waits_for_no_notice(step: float, chunks: int) -> None:
+    times = itertools.count()
+    states = newest_states(
+        start(Script(), 3), ignore, never_cancelled, lambda event: None, lambda: next(times) * step
+    )
+    async with aclosing(states):
+        assert len([state async for state in states]) == chunks
+
+
+async def test_the_end_of_an_answer_waits_for_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "STEP_SECONDS", math.inf)
     (chunk,) = await chunks_of(start(Script(), 12), [0], lambda event: None)
     assert len(chunk.token_ids) == 12

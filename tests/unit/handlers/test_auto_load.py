@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from tests.support.handling import collect, request, until
-from tests.support.queueing import NoWorkers
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.errors import NoInstanceError, OverloadedError
-from trtllm_disagg.handlers.select import StageClient
+from trtllm_disagg.handlers.selection import NoStage, StageClient, StageInstance
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
@@ -63,6 +62,11 @@ async def test_auto_uses_the_other_order_when_the_batch_is_full() -> None:
     assert way_of(sent_on[0]) == ("prefill_first", "auto_busy")
     for _, chunks in [*own, sent_on]:
         await chunks.aclose()
+
+
+class NoWorkers(NoStage):
+    async def pick(self, request: GenerateRequest) -> StageInstance:
+        raise NoInstanceError("no worker is there")
 
 
 class TwoDecodeWorkers(RecordingStageClient):

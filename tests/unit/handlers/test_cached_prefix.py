@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.conftest import Checkpoints
 from tests.support.cores import Core
 from tests.support.sinks import IndexListener, events_for
-from trtllm_disagg.handlers.decide import CachedPrefix
+from trtllm_disagg.handlers.cached_prefix import CachedPrefix
 
 BLOCK = 2
 #: Tokens in an engine's block.
@@ -68,6 +68,16 @@ def test_the_last_token_is_always_computed() -> None:
     index = CachedPrefix(BLOCK)
     index.publish_stored([1, 2, 3, 4], [2, 2], [7, 8])
     assert [index.num_cached([1, 2, 3, 4, 5][:count]) for count in range(1, 6)] == [0, 1, 2, 3, 4]
+
+
+def test_blocks_of_an_image_and_all_behind_them_never_count_as_cached() -> None:
+    index = CachedPrefix(BLOCK)
+    images = [None, {"mm_objects": [{"mm_hash": 9, "offsets": []}]}, None]
+    index.publish_stored([1, 2, 5, 5, 3, 4], [2, 2, 2], [7, 8, 9], block_mm_infos=images)
+    index.publish_stored([6, 6], [2], [10], 8)
+    assert [index.num_cached([1, 2, 5, 5, *last, 0]) for last in ([3, 4], [6, 6])] == [2, 2]
+    index.publish_removed([8, 7, 9, 10])
+    assert len(index) == 0
 
 
 def test_cached_prefix_index_predicts_the_engines_cached_tokens(checkpoints: Checkpoints) -> None:

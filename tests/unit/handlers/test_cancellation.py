@@ -18,7 +18,8 @@ from trtllm_disagg.engines.recording.llm import (
     SamplingParams,
     Script,
 )
-from trtllm_disagg.handlers.cancellation import POLL_SECONDS, AbortGuard, in_background, num_in_background
+from trtllm_disagg.handlers.cancellation import POLL_SECONDS, AbortGuard
+from trtllm_disagg.handlers.drain import in_background, num_in_background
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

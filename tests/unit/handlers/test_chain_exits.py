@@ -31,7 +31,7 @@ class Course:
     # After so many chunks, and so many turns of the event loop, it ends in this way.
     leaves: str
     after_chunks: int
-    after_turns: int
+    after_ticks: int
     falls_back: bool
 
     @property
@@ -66,7 +66,7 @@ courses = st.builds(
     decode_fails_at=st.none() | st.integers(0, 4),
     leaves=st.sampled_from(["never", "closes", "stops", "is cancelled"]),
     after_chunks=st.integers(0, 6),
-    after_turns=st.integers(0, 25),
+    after_ticks=st.integers(0, 25),
     falls_back=st.booleans(),
 )
 
@@ -86,7 +86,7 @@ async def run(course: Course) -> None:
     chunks = pair.generate(request(course.max_tokens), context)
     reader = asyncio.create_task(read(chunks, seen, course, context))
     if course.leaves == "is cancelled":
-        for _ in range(course.after_turns):
+        for _ in range(course.after_ticks):
             await asyncio.sleep(0)
         reader.cancel()
     (outcome,) = await asyncio.gather(reader, return_exceptions=True)
@@ -114,7 +114,7 @@ async def read(
     chunks: AsyncGenerator[TokenChunk, None], seen: list[TokenChunk], course: Course, context: FakeContext
 ) -> None:
     if course.leaves == "stops":
-        asyncio.get_running_loop().call_soon(stop_later, context, course.after_turns)
+        asyncio.get_running_loop().call_soon(stop_later, context, course.after_ticks)
     async for chunk in chunks:
         seen.append(chunk)
         if course.leaves == "closes" and len(seen) == course.after_chunks:

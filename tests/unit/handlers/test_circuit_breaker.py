@@ -1,4 +1,4 @@
-"""Deadlines and circuit breakers of the other stage."""
+"""Circuit breakers and idle timeouts of peers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,13 @@ from trtllm_disagg.errors import (
     PeerUnavailableError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers.circuit_breaker import (
-    CircuitBreaker,
-    IdleTimer,
-    StreamTimeouts,
-    stream_timeouts_of,
-)
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
+from trtllm_disagg.handlers.idle_timeout import IdleTimer, StreamTimeouts, stream_timeouts_of
+from trtllm_disagg.handlers.live_state import LiveState
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.handlers.recall import Notices
 from trtllm_disagg.handlers.remote import RemoteAnswer, RemoteDecode, RemotePrefill
-from trtllm_disagg.handlers.services import LiveState, build_generate
+from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, GenerateRequest, Handoff, RequestContext
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -123,7 +120,7 @@ def with_breaker(stage: Stage, clock: Clock | None = None, seconds: float = 30.0
 async def call(stage: Peers, context: FakeContext | None = None) -> tuple[int, list[dict[str, Any]]]:
     with await stage.pick(request()) as called:
         answers = [
-            a async for a in called.answers({"errand": {"stage": "prefill"}}, context or FakeContext())
+            a async for a in called.answers({"phase_request": {"phase": "prefill"}}, context or FakeContext())
         ]
     return called.instance_id, answers
 
@@ -311,7 +308,7 @@ async def test_a_slow_reader_is_no_fault_of_an_instance() -> None:
     stage = with_breaker(Stage(i7=well), seconds=0.01)
     instance = await stage.pick(request())
     answers = []
-    async for answer in instance.answers({"errand": {"stage": "prefill"}}, FakeContext()):
+    async for answer in instance.answers({"phase_request": {"phase": "prefill"}}, FakeContext()):
         answers.append(answer)
         await asyncio.sleep(0.05)
     assert len(answers) == 2
@@ -328,8 +325,8 @@ async def test_idle_timeout_restarts_with_each_chunk() -> None:
 
 async def test_a_cancelled_task_stays_cancelled_when_the_timer_fires_too() -> None:
     async def wait() -> None:
-        with IdleTimer(lambda: 1) as timer:
-            timer.arm("answer", 0.0)
+        with IdleTimer(1) as timer:
+            timer.start("answer", 0.0)
             await asyncio.Event().wait()
 
     waiting = asyncio.create_task(wait())

@@ -146,13 +146,6 @@ async def two_tokens(
     yield TokenChunk([2], finish_reason="length")
 
 
-async def test_concurrent_push_ends_when_decode_ends() -> None:
-    push = ScriptedPush()
-    answer = await collect(Concurrent(push.open_rendezvous, two_tokens), request())
-    assert tokens_of(answer) == [1, 2]
-    assert push.ended.is_set() or push.met == []
-
-
 @pytest.mark.parametrize("kind", [KvTransferError, HandoffRefusedError])
 async def test_a_decode_that_fails_ends_the_push(kind: type[DisaggError]) -> None:
     push = ScriptedPush()

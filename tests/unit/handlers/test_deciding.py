@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.handling import ORDERS, collect, request, tokens_of, until
+from tests.support.handling import ORDERS, collect, request, tokens_of
 from tests.support.recording_pair import make_pair
 from trtllm_disagg.config.thresholds import FALLBACK_BUDGET, Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.handlers.decide import CachedPrefixes, Decider, FactSources, create_decider
-from trtllm_disagg.handlers.services import LiveState, watch_policy_file
+from trtllm_disagg.handlers.attempts import Decider, FactSources, create_decider
+from trtllm_disagg.handlers.cached_prefix import CachedPrefixes
+from trtllm_disagg.handlers.live_state import LiveState
 from trtllm_disagg.types import GenerateRequest
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -137,10 +135,10 @@ def test_a_change_is_seen_by_the_next_decision_and_logged(caplog: pytest.LogCapt
     live = live_state()
     rule = create_decider("length", FactSources(Role.DECODE, live.cached, lambda: 0), live.thresholds)
     assert not rule(prompt(500)).both_stages
-    changes = live.set_thresholds({"max_local_prefill_length": 499}, "policy.yaml")
+    changes = live.set_thresholds({"max_local_prefill_length": 499}, "set")
     assert changes == ["max_local_prefill_length: 1000 -> 499"]
     assert rule(prompt(500)).both_stages
-    assert "thresholds changed by policy.yaml: max_local_prefill_length: 1000 -> 499" in caplog.text
+    assert "thresholds changed by set: max_local_prefill_length: 1000 -> 499" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -159,8 +157,8 @@ def test_invalid_threshold_change_is_refused_and_changes_nothing(
 ) -> None:
     live = live_state()
     before = live.thresholds.value
-    with pytest.raises(ConfigError, match=f"policy.yaml: {message}"):
-        live.set_thresholds(values, "policy.yaml")
+    with pytest.raises(ConfigError, match=f"set: {message}"):
+        live.set_thresholds(values, "set")
     assert live.thresholds.value == before
 
 
@@ -175,50 +173,12 @@ def test_a_fallback_budget_is_refused_where_no_request_is_served_alone(name: str
 
 
 @pytest.mark.parametrize(("role", "strategy"), [("agg", "decode_first"), ("decode", "router")])
-def test_a_policy_file_of_a_worker_that_calls_no_other_has_the_bounds_of_its_queue_only(
-    role: str, strategy: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "policy.yaml"
-    config = WorkerConfig(model="m", role=Role(role), strategy=strategy, policy_file=str(file))
-    file.write_text("max_queued_requests: 7\n")
-    assert LiveState.of(config, 4).thresholds.value["max_queued_requests"] == 7
-    file.write_text("max_local_prefill_length: 7\n")
-    with pytest.raises(ConfigError, match=r"policy\.yaml: max_local_prefill_length: 7 .* calls another"):
-        LiveState.of(config, 4)
-
-
-@pytest.mark.parametrize("content", ["- 1\n", "max_local_prefill_length: many\n", "a: [\n", None])
-def test_a_bad_policy_file_is_named(content: str | None, tmp_path: Path) -> None:
-    file = tmp_path / "policy.yaml"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(ConfigError, match=r"policy\.yaml"):
-        live_state(policy_file=str(file))
-
-
-async def test_a_policy_file_is_watched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = tmp_path / "policy.yaml"
-    file.write_text("max_local_prefill_length: 7\n")
-    live = live_state(policy_file=str(file))
-    assert live.thresholds.value.values["max_local_prefill_length"] == 7
-    file.write_text("max_local_prefill_length: 6\n")
-    watcher = asyncio.create_task(watch_policy_file(file, live))
-    await until(lambda: live.thresholds.value.values["max_local_prefill_length"] == 6)
-
-    async def edited(content: str) -> None:
-        other = tmp_path / "new"
-        other.write_text(content)
-        await asyncio.to_thread(os.replace, other, file)
-
-    await asyncio.sleep(0)
-    await edited("max_local_prefill_length: 8\n")
-    await until(lambda: live.thresholds.value.values["max_local_prefill_length"] == 8)
-    await edited("max_local_prefill_length: -8\n")
-    await until(lambda: "thresholds are unchanged" in caplog.text)
-    assert live.thresholds.value.values["max_local_prefill_length"] == 8
-    await edited("max_local_prefill_length: 9\n")
-    await until(lambda: live.thresholds.value.values["max_local_prefill_length"] == 9)
-    watcher.cancel()
+def test_a_worker_that_calls_no_other_has_the_thresholds_of_its_queue_only(role: str, strategy: str) -> None:
+    live = LiveState.of(WorkerConfig(model="m", role=Role(role), strategy=strategy), 4)
+    live.set_thresholds({"max_queued_requests": 7}, "set")
+    assert live.thresholds.value["max_queued_requests"] == 7
+    with pytest.raises(ConfigError, match=r"set: max_local_prefill_length: 7 .* calls another"):
+        live.set_thresholds({"max_local_prefill_length": 7}, "set")
 
 
 @pytest.mark.parametrize("strategy", ["router", None])

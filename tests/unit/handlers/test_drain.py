@@ -13,7 +13,7 @@ from tests.support.stage_client import FakeContext
 from tests.support.trying import counts_of, tracked, trying
 from trtllm_disagg.errors import EngineError, WorkerLeavingError
 from trtllm_disagg.handlers.attempts import Attempt
-from trtllm_disagg.handlers.cancellation import WorkerDrain
+from trtllm_disagg.handlers.drain import WorkerDrain
 from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 LAST = TokenChunk([9], finish_reason="stop")
@@ -100,7 +100,7 @@ async def test_a_request_with_a_slow_client_is_handed_back_with_its_next_token()
 
 async def test_a_request_of_a_worker_that_is_over_is_tried_nowhere_else() -> None:
     drain, stream, other = WorkerDrain(), Stream(), Stream()
-    attempts = [Attempt("other_instance", stream), Attempt("other_stage", other, without_engine=True)]
+    attempts = [Attempt("first", stream), Attempt("other_stage", other, without_engine=True)]
     chunks = trying(attempts, counts=counts_of(drain=drain))(request(), FakeContext())
     await anext(chunks)
     drain.begin("its engine died")

@@ -23,8 +23,9 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
     WorkerLeavingError,
 )
-from trtllm_disagg.handlers.cancellation import num_in_background
+from trtllm_disagg.handlers.drain import num_in_background
 from trtllm_disagg.handlers.local import LocalAgg, LocalDecode, LocalPrefill
+from trtllm_disagg.handlers.outputs import at_once
 from trtllm_disagg.handlers.peers import DECODE
 from trtllm_disagg.types import GenerateRequest, Handoff, TokenChunk, Usage
 from trtllm_disagg.wire.bodies import decode_request, encode_request
@@ -62,7 +63,7 @@ async def decode(
     *,
     repeats: bool = False,
 ) -> list[TokenChunk]:
-    phase = LocalDecode(engine or recording_engine(), repeats_first_token=repeats)
+    phase = LocalDecode(engine or recording_engine(), repeats_first_token=repeats, notify=at_once)
     return [chunk async for chunk in phase(asked, FakeContext(), handoff or no_handoff())]
 
 

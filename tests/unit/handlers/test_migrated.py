@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from types import ModuleType
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.support.day_one import PESSIMISM, Both
 from tests.support.handling import PROMPT, collect, raw_request, request, tokens_of, untraced
 from tests.support.trying import Unlimited, trying
-from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.errors import EngineError
 from trtllm_disagg.handlers.delivered import Replays, always_replay, replay_if_needed
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, RequestContext, TokenChunk, Usage
 from trtllm_disagg.wire.bodies import decode_request
@@ -94,14 +90,6 @@ def replace_end(chunk: TokenChunk) -> TokenChunk:
     return TokenChunk(chunk.token_ids, worker_trace_link=chunk.worker_trace_link)
 
 
-async def test_migrated_answer_that_begins_differently_is_an_error() -> None:
-    raw = raw_request(6)
-    whole = await collect(trying(Worker(), always_replay), decode_request(raw))
-    other = TokenChunk([4711], worker_trace_link=whole[0].worker_trace_link)
-    with pytest.raises(EngineError, match="began it differently"):
-        await collect(trying(Worker(), always_replay), migrated(raw, [other]))
-
-
 async def test_inexact_engine_goes_on_behind_the_tokens_that_a_client_has() -> None:
     """Its usage, and its least number of tokens, are those of the whole answer."""
     raw = raw_request(6, sampling_options={}, stop_conditions={"max_tokens": 6, "min_tokens": 5})
@@ -114,25 +102,13 @@ async def test_inexact_engine_goes_on_behind_the_tokens_that_a_client_has() -> N
     assert rest[-1].completion_usage == whole[-1].completion_usage == Usage.of(len(PROMPT), 6, 0)
 
 
-async def test_migrated_request_that_is_too_long_with_its_tokens_is_replayed(
-    tensorrt_llm: ModuleType,
-) -> None:
-    """With these its prompt is longer than one step of an engine that does not prefill in chunks."""
-    both = Both("decode_first")
-    long = raw_request(10, token_ids=list(range(1, PESSIMISM["max_num_tokens"] - 2)))
-    whole = await collect(both.handlers[Role.DECODE], decode_request(long))
-    rest = await collect(both.handlers[Role.DECODE], migrated(long, whole[:7]))
-    assert tokens_of(whole[:7]) + tokens_of(rest) == tokens_of(whole)
-    await both.day_one("decode_first").quiet()
-
-
 @pytest.mark.parametrize("replays", [always_replay, replay_if_needed])
 async def test_migrated_request_that_fills_the_engine_gets_only_its_end(replays: Replays) -> None:
     """Without max_tokens the engine's longest sequence ends an answer."""
     link = MigrationLink(len(PROMPT), 0).encode()
     asked = decode_request(raw_request(None, token_ids=[*PROMPT, 1, 2], migration_link=link))
     worker = Worker()
-    (end,) = await collect(trying(worker, replays, Unlimited(most=2)), asked)
+    (end,) = await collect(trying(worker, replays, Unlimited(limit=2)), asked)
     assert untraced(end) == TokenChunk(
         [], finish_reason="length", completion_usage=Usage.of(len(PROMPT), 2, 0)
     )

@@ -20,20 +20,23 @@ from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError, NoInstanceError, OverloadedError, PeerUnavailableError
-from trtllm_disagg.handlers.admission import FallbackBudget, RequestCount, most_tokens
-from trtllm_disagg.handlers.attempts import LOCAL, Attempt, Routes, WorkerSidePlan
-from trtllm_disagg.handlers.decide import (
-    CachedPrefixes,
+from trtllm_disagg.handlers.admission import FallbackBudget, RequestCount, max_total_tokens
+from trtllm_disagg.handlers.attempts import (
+    FIRST,
+    LOCAL,
+    Attempt,
+    ChainingPlan,
     Decider,
     FactSources,
-    OwnOccupancy,
-    StageOccupancy,
+    Routes,
     create_decider,
 )
+from trtllm_disagg.handlers.cached_prefix import CachedPrefixes
+from trtllm_disagg.handlers.live_state import LiveState, OwnOccupancy, StageOccupancy
 from trtllm_disagg.handlers.pair_facts import PairFacts
-from trtllm_disagg.handlers.select import StageInstance
-from trtllm_disagg.handlers.services import LiveState, build_generate, peers_of
-from trtllm_disagg.types import Fallback, Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.handlers.selection import StageInstance
+from trtllm_disagg.handlers.services import build_generate, peers_of
+from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -115,9 +118,9 @@ class Slow:
 def deciding(decide: Decider, kept: RequestCount, local: Generate, remote: Generate) -> Generate:
     """A prefill worker that keeps what `decide` says."""
     config = WorkerConfig(model="m", role=Role.PREFILL, strategy="prefill_first")
-    alone = Attempt(Fallback.LOCAL, local, enter=lambda request: kept.enter(most_tokens(request)))
-    routes = {LOCAL: [alone], "prefill_first": [Attempt(Fallback.OTHER_INSTANCE, remote)]}
-    plan = WorkerSidePlan(
+    alone = Attempt(FIRST, local, enter=lambda request: kept.enter(max_total_tokens(request)))
+    routes = {LOCAL: [alone], "prefill_first": [Attempt(FIRST, remote)]}
+    plan = ChainingPlan(
         Role.PREFILL.value,
         {Role.PREFILL.value: alone},
         Routes(routes, "prefill_first", "decode_first", [], None),
@@ -297,7 +300,7 @@ def test_own_occupancy_is_the_mean_over_ranks_and_zero_before_the_first_step_and
 )
 async def test_requests_beyond_the_fallback_budget_are_overloaded(limits: dict[str, int], flag: str) -> None:
     local = Slow()
-    generate = trying([Attempt(Fallback.LOCAL, local, enter=FallbackBudget(live(**limits)).enter)])
+    generate = trying([Attempt(FIRST, local, enter=FallbackBudget(live(**limits)).enter)])
     asked = request(token_ids=[1, 2, 3], max_tokens=10)
     running = [await begun(generate, asked) for _ in range(1 if flag.endswith(" 5") else 2)]
     with pytest.raises(OverloadedError, match=rf"{13 * len(running)} tokens \({flag}\)"):

@@ -57,10 +57,7 @@ def test_the_first_chunk_has_cached_tokens_and_only_the_last_one_the_finish_reas
     assert advance(cursor, [5, 7]) == TokenChunk([7])
     last = advance(cursor, [5, 7, 6], "stop", stop_reason=9, cached_tokens=2)
     assert last == TokenChunk(
-        [6],
-        finish_reason="stop",
-        stop_reason=9,
-        completion_usage=Usage(3, 3, 6, PromptTokensDetails(2)),
+        [6], finish_reason="stop", stop_reason=9, completion_usage=Usage(3, 3, 6, PromptTokensDetails(2))
     )
 
 

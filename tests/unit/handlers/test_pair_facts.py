@@ -21,10 +21,11 @@ from trtllm_disagg.engines.recording.hard_edges import PESSIMISTIC
 from trtllm_disagg.engines.recording.llm import RequestError, Script
 from trtllm_disagg.engines.recording.result import scripted_token
 from trtllm_disagg.errors import InvalidRequestError, KvTransferError, PeerUnavailableError
-from trtllm_disagg.handlers.cancellation import num_in_background
+from trtllm_disagg.handlers.drain import num_in_background
+from trtllm_disagg.handlers.live_state import LiveState
 from trtllm_disagg.handlers.pair_facts import PairFacts
-from trtllm_disagg.handlers.select import RoundRobin, Selection
-from trtllm_disagg.handlers.services import LiveState, build_generate, peers_of
+from trtllm_disagg.handlers.selection import RoundRobin, Selection
+from trtllm_disagg.handlers.services import build_generate, peers_of
 from trtllm_disagg.types import Generate, GenerateRequest
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.migration_link import MigrationLink
@@ -45,7 +46,7 @@ def answer_to(length: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Unequal:
-    """A pair whose engines differ; `generate` is the first stage, `seconds` are its peers."""
+    """A pair of unequal engines; `generate` is the first stage, `seconds` are its peers."""
 
     generate: Generate
     first: Engine
@@ -140,10 +141,10 @@ async def test_a_prompt_longer_than_prefills_engine_is_answered_by_decode_alone(
 def test_the_answers_length_is_that_of_the_engine_that_decodes() -> None:
     asked = request(100, token_ids=prompt(10))
     short, long = EngineFacts(max_seq_len=20), EngineFacts(max_seq_len=60)
-    assert PairFacts(Role.PREFILL, short, lambda: [short, long]).most_tokens(asked) == 50
-    assert PairFacts(Role.PREFILL, short, lambda: [long, EngineFacts()]).most_tokens(asked) == 100
-    assert PairFacts(Role.PREFILL, short).most_tokens(asked) == 100
-    assert PairFacts(Role.DECODE, long, lambda: [short]).most_tokens(asked) == 50
+    assert PairFacts(Role.PREFILL, short, lambda: [short, long]).max_new_tokens(asked) == 50
+    assert PairFacts(Role.PREFILL, short, lambda: [long, EngineFacts()]).max_new_tokens(asked) == 100
+    assert PairFacts(Role.PREFILL, short).max_new_tokens(asked) == 100
+    assert PairFacts(Role.DECODE, long, lambda: [short]).max_new_tokens(asked) == 50
 
 
 # -- prompts that have to fit into one step

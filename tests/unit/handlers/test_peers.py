@@ -15,8 +15,8 @@ from tests.support.handling import request, until
 from tests.support.stage_client import SayingInstance
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError, NoInstanceError, PeerUnavailableError
-from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
+from trtllm_disagg.handlers.drain import num_in_background
 from trtllm_disagg.handlers.peers import Peers
 from trtllm_disagg.types import GenerateRequest
 from trtllm_disagg.worker.pairing import Fingerprint, ModelIdentity, describe_worker, require_callable

@@ -27,21 +27,17 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.handlers.admission import Admission, Queued
-from trtllm_disagg.handlers.cancellation import num_in_background
 from trtllm_disagg.handlers.chain import PrefillService
-from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker, StreamTimeouts
+from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
+from trtllm_disagg.handlers.drain import num_in_background
+from trtllm_disagg.handlers.idle_timeout import StreamTimeouts
 from trtllm_disagg.handlers.local import LocalPrefill
 from trtllm_disagg.handlers.peers import Peers
-from trtllm_disagg.handlers.recall import (
-    TIMES,
-    Notices,
-    Recalls,
-    RecallTimes,
-)
+from trtllm_disagg.handlers.recall import TIMES, Notices, Recalls, RecallTimes
 from trtllm_disagg.handlers.remote import RemoteDrain
 from trtllm_disagg.handlers.services import peers_of
 from trtllm_disagg.handlers.trace import RequestEnd, RequestLog
-from trtllm_disagg.types import MOST_ATTEMPTS, PhaseRequest
+from trtllm_disagg.types import MAX_ATTEMPTS, PhaseRequest
 from trtllm_disagg.wire.bodies import decode_request
 
 pytestmark = pytest.mark.usefixtures("tensorrt_llm")
@@ -83,12 +79,16 @@ class Lossy:
 
     async def prefill(self, attempt: str, sender: int | None = INSTANCES[Role.DECODE]) -> Raw:
         """As a decode worker asks for it; what comes of the answer is the test's."""
-        asked = {"stage": "prefill", "attempts": [attempt]} | ({} if sender is None else {"sender": sender})
-        (answer,) = [each async for each in self.send(raw_request(errand=asked), FakeContext("one id"))]
+        asked = {"phase": "prefill", "attempts": [attempt]} | ({} if sender is None else {"sender": sender})
+        (answer,) = [
+            each async for each in self.send(raw_request(phase_request=asked), FakeContext("one id"))
+        ]
         return answer
 
     async def tell(self, stage: str, *attempts: str) -> None:
-        await self._way.notify({"token_ids": [], "errand": {"stage": stage, "attempts": list(attempts)}})
+        await self._way.notify(
+            {"token_ids": [], "phase_request": {"phase": stage, "attempts": list(attempts)}}
+        )
 
     async def quiet(self) -> None:
         await until(lambda: not num_in_background())
@@ -97,7 +97,7 @@ class Lossy:
         await until(lambda: not num_in_background())
 
     async def _call(self, request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
-        if self._left and request["errand"]["stage"] == "prefill":
+        if self._left and request["phase_request"]["phase"] == "prefill":
             self._left -= 1
             (answer,) = [answer async for answer in self.send(request, FakeContext("one id"))]
             assert "disaggregated_params" in answer
@@ -120,7 +120,7 @@ async def test_a_prefill_whose_answer_is_lost_as_the_client_leaves_leaves_no_con
         send = lossy.send
 
         async def recalled_first(request: Raw, context: Any) -> AsyncGenerator[Raw, None]:
-            await lossy.tell("recall", *request["errand"]["attempts"])
+            await lossy.tell("recall", *request["phase_request"]["attempts"])
             async for answer in send(request, context):
                 yield answer
 
@@ -192,7 +192,7 @@ async def test_handoff_not_taken_by_a_dead_decode_worker_is_fetched_by_another_o
     way = lossy.both.clients[Role.DECODE]
     for number in range(5):
         await lossy.prefill(f"attempt {number}")
-    await lossy.tell("taken", "attempt 0", "attempt 1")
+    await lossy.tell("fetched", "attempt 0", "attempt 1")
     await asyncio.sleep(0.05)
     assert lossy.contexts == 5, "the decode worker is there"
     monkeypatch.setattr(way, "instance_ids", lambda: [3])
@@ -206,19 +206,19 @@ async def test_next_prefill_request_reports_the_previous_attempt_as_taken() -> N
     way = lossy.both.clients[Role.PREFILL]
     for _ in range(3):
         await collect(lossy.generate, request())
-    first, second, third = (call["errand"] for call in way.requests)
-    assert "taken" not in first
-    assert [second["taken"], third["taken"]] == [first["attempts"], second["attempts"]]
+    first, second, third = (call["phase_request"] for call in way.requests)
+    assert "fetched" not in first
+    assert [second["fetched"], third["fetched"]] == [first["attempts"], second["attempts"]]
     assert way.notices == []
 
 
 async def test_taken_report_is_repeated_when_its_prefill_request_fails() -> None:
     instance, notices = RecordingStageClient(), Notices(sender=2)
-    notices.taken(instance, before := notices.new_attempt(instance))
+    notices.fetched(instance, before := notices.new_attempt(instance))
     asked = notices.new_attempt(instance)
-    assert asked.taken == before.attempts
+    assert asked.fetched == before.attempts
     notices.lost(instance, asked, OverloadedError("no room"))
-    assert notices.new_attempt(instance).taken == before.attempts
+    assert notices.new_attempt(instance).fetched == before.attempts
 
 
 async def test_collected_taken_reports_are_sent_in_one_notice() -> None:
@@ -227,10 +227,10 @@ async def test_collected_taken_reports_are_sent_in_one_notice() -> None:
     answers = await asyncio.gather(*(collect(lossy.generate, request()) for _ in range(4)))
     assert [tokens_of(answer) for answer in answers] == [expected_tokens(5)] * 4
     await until(lambda: way.notices)
-    sent = [call["errand"]["attempts"][0] for call in way.requests]
+    sent = [call["phase_request"]["attempts"][0] for call in way.requests]
     (said,) = way.notices
-    assert said["errand"]["stage"] == "taken"
-    assert sorted(said["errand"]["attempts"]) == sorted(sent)
+    assert said["phase_request"]["phase"] == "fetched"
+    assert sorted(said["phase_request"]["attempts"]) == sorted(sent)
     assert len(set(sent)) == 4
 
 
@@ -278,10 +278,10 @@ async def test_queued_prefill_whose_worker_does_not_confirm_its_recall_is_draine
 
 
 async def test_recalls_of_unknown_attempts_are_remembered_up_to_a_number_and_a_time() -> None:
-    """Anyone who can send a notice can name any number of attempts."""
+    """A sender of notices can name any number of attempts."""
     worker = Prefiller()
     for number in range(17):
-        worker.recalls.recall([f"{number}-{i}" for i in range(MOST_ATTEMPTS)])
+        worker.recalls.recall([f"{number}-{i}" for i in range(MAX_ATTEMPTS)])
     worker.answers("0-0", at=TIMES.reported)
     assert worker.num_taken_back == 0
     worker.answers("16-0", at=TIMES.reported)
@@ -314,7 +314,7 @@ async def test_an_answer_that_a_leaving_worker_may_still_report_is_not_taken_bac
     """A worker that drains is not in discovery any more, and answers the requests that it has."""
     worker = Prefiller()
     worker.looks({3}, at=1.0)
-    worker.recalls.taken(["a"])
+    worker.recalls.fetched(["a"])
     worker.answers("b", at=1.9)
     assert worker.looks({3}, at=2.0) == 0
     assert worker.looks({3}, at=3.8) == 0
@@ -342,7 +342,7 @@ async def test_notice_is_handled_by_a_worker_that_refuses_requests(caplog: pytes
     admission = Admission(Live(Thresholds.of(config)), Queued(requests=1))
     counts = counts_of(RequestLog(sinks=[sink]), admission=admission)
     serve = replace(trying([], counts=counts), notices=Listener(tuple, 60.0))
-    notice = decode_request({"token_ids": [], "errand": {"stage": "recall", "attempts": ["a"]}})
+    notice = decode_request({"token_ids": [], "phase_request": {"phase": "recall", "attempts": ["a"]}})
     assert await collect(serve, notice) == []
     assert (len(heard), sink.ended_requests, caplog.text) == (1, 0, "")
 
@@ -360,8 +360,8 @@ async def test_delivered_notices_do_not_reset_the_failures_of_an_instance() -> N
     for _ in range(2):
         instance = await client.pick(request())
         with pytest.raises(StageTimeoutError), instance:
-            await anext(instance.answers(raw_request(errand={"stage": "prefill"}), None))
-        await instance.instance.notify({"token_ids": [], "errand": {"stage": "recall"}})
+            await anext(instance.answers(raw_request(phase_request={"phase": "prefill"}), None))
+        await instance.instance.notify({"token_ids": [], "phase_request": {"phase": "recall"}})
     assert len(silent.notices) == 2
     assert len(breaker.open()) == 1
 
@@ -370,27 +370,27 @@ async def test_worker_that_refuses_notices_gets_one() -> None:
     class Older(RecordingStageClient):
         async def notify(self, notice: Raw) -> None:
             self.notices.append(notice)
-            raise InvalidRequestError("errand: unknown stage")
+            raise InvalidRequestError("phase_request: unknown stage")
 
     older, notices = Older(), Notices(sender=2, times=RecallTimes(collect=0.0))
     for _ in range(3):
-        notices.taken(older, notices.new_attempt(older))
+        notices.fetched(older, notices.new_attempt(older))
         await leftover_tasks()
     assert len(older.notices) == 1
 
 
 def test_body_with_too_many_taken_attempts_is_refused() -> None:
-    named = [f"{number:x}" for number in range(MOST_ATTEMPTS + 1)]
-    read = decode_request({"token_ids": [1], "errand": {"stage": "prefill", "taken": named[1:]}})
+    named = [f"{number:x}" for number in range(MAX_ATTEMPTS + 1)]
+    read = decode_request({"token_ids": [1], "phase_request": {"phase": "prefill", "fetched": named[1:]}})
     assert read.phase_request is not None
-    assert read.phase_request.taken == tuple(named[1:])
-    with pytest.raises(InvalidRequestError, match="taken"):
-        decode_request({"token_ids": [1], "errand": {"stage": "prefill", "taken": named}})
+    assert read.phase_request.fetched == tuple(named[1:])
+    with pytest.raises(InvalidRequestError, match="fetched"):
+        decode_request({"token_ids": [1], "phase_request": {"phase": "prefill", "fetched": named}})
 
 
 async def test_the_newest_attempts_are_named_when_there_are_too_many() -> None:
     instance, notices = RecordingStageClient(), Notices(sender=2)
-    asked = [notices.new_attempt(instance) for _ in range(MOST_ATTEMPTS + 1)]
+    asked = [notices.new_attempt(instance) for _ in range(MAX_ATTEMPTS + 1)]
     for each in asked:
-        notices.taken(instance, each)
-    assert notices.new_attempt(instance).taken == tuple(each.attempts[0] for each in asked[1:])
+        notices.fetched(instance, each)
+    assert notices.new_attempt(instance).fetched == tuple(each.attempts[0] for each in asked[1:])

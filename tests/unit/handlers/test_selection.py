@@ -22,7 +22,7 @@ from trtllm_disagg.errors import InvalidRequestError, NoInstanceError
 from trtllm_disagg.handlers.circuit_breaker import CircuitBreaker
 from trtllm_disagg.handlers.pair_facts import PairFacts
 from trtllm_disagg.handlers.peers import Peers
-from trtllm_disagg.handlers.select import (
+from trtllm_disagg.handlers.selection import (
     NEXT,
     BestCached,
     InFlight,
@@ -174,8 +174,7 @@ async def test_small_instances_have_their_turns_between_those_of_large_ones() ->
 
 
 @given(
-    st.integers(1, 300),
-    st.lists(st.sets(st.integers(0, 6), min_size=1).map(sorted), min_size=1, max_size=60),
+    st.integers(1, 300), st.lists(st.sets(st.integers(0, 6), min_size=1).map(sorted), min_size=1, max_size=60)
 )
 async def test_equal_weights_give_each_turn_to_the_one_that_has_waited_longest(
     weight: int, candidates: list[list[int]]
@@ -226,11 +225,6 @@ async def test_load_counts_relative_to_the_weight() -> None:
     load.add(2, 2)
     assert await LeastLoaded(load).choose(request(), [1, 2]) == 1
     assert await BestCached(cached(i2=64), load).choose(request(), [1, 2]) == 2
-
-
-async def test_random_selector_picks_every_instance() -> None:
-    selector = Random(numbers=random.Random(0))
-    assert {await selector.choose(request(), [1, 2, 3]) for _ in range(50)} == {1, 2, 3}
 
 
 async def test_kv_selector_picks_the_best_cached_instance_unless_its_load_outweighs_it() -> None:
@@ -292,7 +286,9 @@ async def test_running_call_counts_as_load_of_its_instance() -> None:
     load = InFlight()
     config = WorkerConfig(model="m", role=Role.PREFILL)
     peers = peers_of(config, Selection(Directory(1), RoundRobin(), "decode"), in_flight=load)
-    answers = (await peers.pick(request())).answers(raw_request(errand={"stage": "decode"}), FakeContext())
+    answers = (await peers.pick(request())).answers(
+        raw_request(phase_request={"phase": "decode"}), FakeContext()
+    )
     assert load[1] == 0
     await anext(answers)
     assert load[1] == 3
@@ -355,10 +351,10 @@ async def test_pins_of_a_relayed_request_are_used_only_for_known_instances() -> 
     """It was checked where it came in, against the instances that are seen from there."""
     selected = stage(Directory(1, 2))
     for asked, expected in (({"prefill_worker_id": 5}, {1, 2}), ({"prefill_worker_id": 2}, {2})):
-        errand = request(errand={"stage": "whole", "strategy": "prefill_first"}, routing=asked)
-        selected.check(errand)
-        assert {(await selected.pick(errand)).instance_id for _ in range(4)} == expected
-        assert errand.trace.fallbacks == []
+        phase_request = request(phase_request={"phase": "whole", "strategy": "prefill_first"}, routing=asked)
+        selected.check(phase_request)
+        assert {(await selected.pick(phase_request)).instance_id for _ in range(4)} == expected
+        assert phase_request.trace.fallbacks == []
 
 
 UNKNOWN = "pinned decode instance 5 is not known"
@@ -454,7 +450,7 @@ async def calls_of_a_request(selector: str, num_peers: int, slots: list[int]) ->
             num_calls = 0
             await peers.learn()
             peers.check(asked)
-            facts.most_tokens(asked)
+            facts.max_new_tokens(asked)
             assert (peers.num_healthy(), peers.depth()) == (num_peers, 0)
             await peers.pick(asked)
         finally:

@@ -25,7 +25,7 @@ from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.engines.recording.result import EOS_TOKEN
 from trtllm_disagg.errors import InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.services import build_generate
-from trtllm_disagg.strategies import spec_of, worker_side
+from trtllm_disagg.strategies import run_by_workers, spec_of
 from trtllm_disagg.types import GenerateRequest, TokenChunk, Usage
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -110,7 +110,7 @@ async def test_dynamos_router_asks_prefill_for_one_token_and_gets_it_from_decode
     assert (chunks[0].log_probs or [])[:1] == [-1.0]
 
 
-@pytest.mark.parametrize("strategy", worker_side())
+@pytest.mark.parametrize("strategy", run_by_workers())
 async def test_request_with_max_tokens_0_gets_only_a_finish_reason(strategy: str) -> None:
     """A frontend asks so for the end of an answer that lost its worker behind the last token."""
     pair = make_pair(strategy)
@@ -136,7 +136,7 @@ async def test_a_second_stage_decode_worker_needs_a_prefill_result() -> None:
     config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
     generate = build_generate(config, recording_engine(), RecordingStageClient())
     with pytest.raises(InvalidRequestError, match="needs a prefill result"):
-        await collect(generate, request(errand={"stage": "decode"}))
+        await collect(generate, request(phase_request={"phase": "decode"}))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -149,12 +149,15 @@ async def test_forwarded_request_keeps_unknown_keys_and_the_original_is_unchange
     assert {call.context.id() for call in pair.client.calls} == {"request-1"}
     forwarded = pair.client.requests[0]
     prefill_result = forwarded.pop("prefill_result", None)
-    errand = forwarded.pop("errand", None)
-    if errand is not None:
-        errand.pop("attempts", None)
+    phase_request = forwarded.pop("phase_request", None)
+    forwarded.pop("errand", None)  # the same, of 0.2
+    if phase_request is not None:
+        phase_request.pop("attempts", None)
     assert forwarded == before
     first = spec_of(strategy).entry_role
-    assert errand == {"prefill": {"stage": "decode"}, "decode": {"stage": "prefill"}, None: None}[first]
+    assert (
+        phase_request == {"prefill": {"phase": "decode"}, "decode": {"phase": "prefill"}, None: None}[first]
+    )
     assert (prefill_result is None) == (first == "decode")
 
 
@@ -173,7 +176,7 @@ async def test_usage_counts_what_prefill_had_cached(strategy: str) -> None:
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-_WAYS = ("local", *worker_side())
+_WAYS = ("local", *run_by_workers())
 
 
 @pytest.mark.parametrize(
@@ -205,6 +208,6 @@ async def test_annotations_without_the_prefix_are_ignored(order: str) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_unknown_strategy_asked_by_a_worker_raises_peer_unavailable(order: str) -> None:
-    asked = request(4, errand={"stage": "whole", "strategy": "decode_twice"})
+    asked = request(4, phase_request={"phase": "whole", "strategy": "decode_twice"})
     with pytest.raises(PeerUnavailableError, match="does not know the strategy 'decode_twice'"):
         await collect(make_pair(order).generate, asked)

@@ -16,9 +16,16 @@ from tests.support.trying import counts_of, logged, trying
 from trtllm_disagg.config.thresholds import Live
 from trtllm_disagg.engines.recording.llm import RequestError, Script
 from trtllm_disagg.errors import EngineError
+from trtllm_disagg.handlers import outputs
 from trtllm_disagg.handlers.local import LocalAgg
 from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX, LinesTogether, RequestEnd, RequestLog
 from trtllm_disagg.types import Generate
+
+
+@pytest.fixture(autouse=True)
+def _each_token_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "STEP_SECONDS", -1.0)  # as on an engine that takes time
+
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -82,7 +89,7 @@ async def test_after_a_switch_the_line_has_the_new_strategy(lines: pytest.LogCap
     generate = trying(LocalAgg(recording_engine()), counts=counts_of(log), resumes=False)
     began_before = generate(request(max_tokens=2), FakeContext())
     await anext(began_before)
-    strategy.set("prefill_first")
+    strategy.value = "prefill_first"
     await collect(generate, request())
     assert [chunk async for chunk in began_before]
     assert [entry["part"] for entry in entries(lines)] == ["decode/prefill_first", "decode/decode_first"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import pytest
@@ -16,10 +16,12 @@ from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.hard_edges import GENERATION_TRANSFER_ERROR, PESSIMISTIC, RequestError
 from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.errors import NoInstanceError, PeerUnavailableError
-from trtllm_disagg.handlers.cancellation import num_in_background
-from trtllm_disagg.handlers.select import InFlight, LeastLoaded, NoStage, Selection
-from trtllm_disagg.handlers.services import LiveState, build_generate, peers_of
-from trtllm_disagg.types import GenerateRequest
+from trtllm_disagg.handlers.drain import num_in_background
+from trtllm_disagg.handlers.live_state import LiveState
+from trtllm_disagg.handlers.queued import PrefillQueue
+from trtllm_disagg.handlers.selection import InFlight, LeastLoaded, NoStage, Selection
+from trtllm_disagg.handlers.services import build_generate, peers_of
+from trtllm_disagg.types import GenerateRequest, RequestContext
 
 
 @pytest.fixture(autouse=True)
@@ -82,27 +84,16 @@ async def test_a_dead_decode_worker_is_not_asked_to_drain_while_another_one_is_t
     assert engine.llm.held_contexts == 0
 
 
-class Queue:
-    """The prefill queue, with one worker that takes everything."""
+class AlwaysRoom:
+    """A prefill queue without waiting."""
 
-    def __init__(self, client: RecordingStageClient) -> None:
-        self.client = QueueClient(client)
+    async def worker_with_room(
+        self, request: GenerateRequest, context: RequestContext, takers: Callable[[], Collection[int]]
+    ) -> int:
+        return next(iter(takers()))
 
     def depth(self) -> int:
         return 0
-
-
-class QueueClient:
-    def __init__(self, worker: RecordingStageClient) -> None:
-        self._worker = worker
-        self.instance_ids, self.check = worker.instance_ids, worker.check
-        self.instance = worker.instance
-
-    async def pick(self, request: GenerateRequest) -> RecordingStageClient:
-        return self._worker
-
-    def require(self, workers: object) -> None:
-        """It is always there."""
 
 
 @pytest.mark.parametrize("dispatch", ["direct", "queue"])
@@ -112,19 +103,22 @@ async def test_a_client_that_leaves_while_decode_fetches_causes_no_second_fetch(
     decode = RecordingStageClient(
         build_generate(config_of(Role.DECODE), decode_engine, RecordingStageClient())
     )
-    puller = RecordingStageClient(build_generate(prefill, opened(), decode))
+    taker = RecordingStageClient(build_generate(prefill, opened(), decode))
     live = LiveState.of(prefill, 32)
-    queue = Queue(puller) if dispatch == "queue" else None
+    queue = (
+        PrefillQueue(AlwaysRoom(), peers_of(prefill, taker, live.breaker)) if dispatch == "queue" else None
+    )
     answer = build_generate(prefill, opened(), decode, live, queue)
-    gate = asyncio.Semaphore(0)
     for number in range(1, 4):
+        gate = asyncio.Semaphore(0)
         decode_engine.llm.scripts.append(Script(gate=gate))
         context = FakeContext()
         answering = asyncio.create_task(collect(answer, request(), context))
         await until(lambda number=number: len(kinds(decode_engine.llm)) == number)  # type: ignore[misc]
         context.stop()
         await answering
-        gate.release()  # now the KV is there
+        for _ in range(2):  # now the KV is there, and the abort comes while the engine computes a token
+            gate.release()
         await decode.idle()
         await until(lambda: not num_in_background())
         await decode.idle()

@@ -25,14 +25,14 @@ def both_workers() -> Both:
 
 async def decoded(both: Both, change: Callable[[Fields], Fields]) -> list[TokenChunk]:
     """The decode worker's answer to a handoff of the prefill worker with changed fields."""
-    asked = request(errand={"stage": "prefill", "attempts": ["a"], "sender": 2})
+    asked = request(phase_request={"phase": "prefill", "attempts": ["a"], "sender": 2})
     (prefilled,) = await collect(both.handlers[Role.PREFILL], asked)
     assert prefilled.disaggregated_params is not None
     handoff = {
         "disaggregated_params": prefilled.disaggregated_params | change(prefilled.disaggregated_params)
     }
     return await collect(
-        both.handlers[Role.DECODE], request(errand={"stage": "decode"}, prefill_result=handoff)
+        both.handlers[Role.DECODE], request(phase_request={"phase": "decode"}, prefill_result=handoff)
     )
 
 

@@ -1,10 +1,12 @@
-"""The prefill queue over a real NATS server: a push gets one answer, or one error, from one worker."""
+"""Requests through the prefill queue over a real NATS server: a worker that has room gets the call, and what keeps a
+request from the queue sends it to a prefill worker directly.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from dataclasses import replace
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import nats.errors
@@ -14,67 +16,53 @@ from nats.js.api import PubAck
 
 from tests.support.handling import ORDERS, collect, expected_tokens, request, tokens_of, until
 from tests.support.nats_server import NatsServer, nats_server
-from tests.support.queueing import Pushing, Queueing, queueing, raising
+from tests.support.queueing import Asker, Queueing, begun, queueing
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
-from tests.support.trying import trying
+from tests.support.tracing import Batches, tracer_into
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engines.recording.llm import LLM
-from trtllm_disagg.errors import (
-    DisaggError,
-    EngineError,
-    InvalidRequestError,
-    OverloadedError,
-    PeerUnavailableError,
-    StageTimeoutError,
-)
-from trtllm_disagg.handlers.chain import PrefillService
-from trtllm_disagg.handlers.local import LocalPrefill
-from trtllm_disagg.handlers.recall import Recalls
-from trtllm_disagg.handlers.select import NoStage
+from trtllm_disagg.engines.recording.llm import LLM, Script
+from trtllm_disagg.errors import EngineError, NoInstanceError, PeerUnavailableError
+from trtllm_disagg.handlers.selection import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
-from trtllm_disagg.types import GenerateRequest, Handoff, RequestContext, TokenChunk
 
 
-async def test_pulled_prefill_and_local_decode_give_the_whole_answer(queue: Queueing) -> None:
-    pushing, pulling = await queue.pusher(), await queue.puller(0xBEEF)
+async def test_a_queued_prefill_and_a_local_decode_give_the_whole_answer(queue: Queueing) -> None:
+    asker, taker = await queue.asker(), await queue.taker(0xBEEF)
     asked = request(6)
 
-    chunks = await collect(pushing.generate, asked)
+    chunks = await collect(asker.generate, asked)
 
     assert tokens_of(chunks) == expected_tokens(6)
-    assert [result.request_type for result in pulling.llm.results] == ["context_only"]
-    assert [result.request_type for result in pushing.llm.results] == ["generation_only"]
+    assert [result.request_type for result in taker.llm.results] == ["context_only"]
+    assert [result.request_type for result in asker.llm.results] == ["generation_only"]
     assert asked.trace.facts["prefill_instance"] == "beef"
     assert asked.trace.facts["prefill_queue_ms"] >= 0
+    assert asked.trace.fallbacks == []
 
 
-@pytest.mark.parametrize(
-    ("request_id", "comes"),
-    [("request-77", "request-77"), ("a\n2026 a forged line", None), ("x" * 257, None)],
-)
-async def test_a_request_id_that_fits_comes_with_the_item(
-    queue: Queueing, request_id: str, comes: str | None
-) -> None:
-    seen: list[str | None] = []
-    engine = recording_engine()
-    config = WorkerConfig(model="org/model", role=Role.PREFILL)
-    whole = build_generate(config, engine, NoStage())
-
-    def serve(asked, context):  # type: ignore[no-untyped-def]
-        seen.append(context.id())
-        return whole(asked, context)
-
-    pushing = await queue.pusher()
-    await queue.puller(serve=serve)
-    await collect(pushing.generate, request(3), FakeContext(request_id))
-
-    assert seen == [comes]
+async def test_the_time_in_the_queue_is_a_span_with_the_worker(queue: Queueing) -> None:
+    asker, _ = await queue.asker(), await queue.taker(0x1A)
+    got = Batches()
+    root = tracer_into(got).begin("request", "r", None, None)
+    await collect(asker.generate, request(2).within(root))
+    root.end()
+    assert got.named("queue_wait").attributes == {"instance": "1a"}
+    assert got.named("queue_wait").parent_id == got.named("request").span_id
 
 
-def workers(role: Role, strategy: str) -> RecordingStageClient:
-    config = WorkerConfig(model="m", role=role, strategy=strategy)
+async def test_a_body_of_any_size_goes_to_the_worker_and_not_through_nats(queue: Queueing) -> None:
+    asker, taker = await queue.asker(), await queue.taker()
+    asked = request(5, padding="x" * (2 << 20))
+
+    assert tokens_of(await collect(asker.generate, asked)) == expected_tokens(5)
+
+    assert (asked.trace.fallbacks, len(taker.llm.results)) == ([], 1)
+
+
+def decode_worker() -> RecordingStageClient:
+    config = WorkerConfig(model="m", role=Role.DECODE, strategy="prefill_first")
     return RecordingStageClient(build_generate(config, recording_engine(), NoStage()))
 
 
@@ -82,203 +70,195 @@ async def test_in_prefill_first_any_prefill_worker_has_the_prefill_and_decode_ge
     nats: NatsServer, no_leaks: None
 ) -> None:
     async with queueing(nats, "prefill_first") as queue:
-        stage = workers(Role.DECODE, "prefill_first")
-        pushing, pulling = await queue.pusher(stage=stage), await queue.puller()
+        decode = decode_worker()
+        asker, taker = await queue.asker(decode=decode), await queue.taker()
 
-        chunks = await collect(pushing.generate, request(6))
+        chunks = await collect(asker.generate, request(6))
 
         assert tokens_of(chunks) == expected_tokens(6)
-        assert pushing.llm.results == []
-        assert [result.request_type for result in pulling.llm.results] == ["context_only"]
-        await stage.idle()
+        assert (asker.llm.results, len(taker.llm.results), len(decode.calls)) == ([], 1, 1)
+        await decode.idle()
+
+
+async def test_in_prefill_first_a_worker_that_takes_its_own_ticket_prefills_without_a_call(
+    nats: NatsServer, no_leaks: None
+) -> None:
+    """A call to itself would have a second request of the same id, which Dynamo fails."""
+    async with queueing(nats, "prefill_first") as queue:
+        decode = decode_worker()
+        asker, itself = await queue.asker(decode=decode), await queue.taker(0xF)
+        asked = request(6)
+
+        assert tokens_of(await collect(asker.generate, asked)) == expected_tokens(6)
+
+        assert (len(asker.llm.results), itself.client.calls) == (1, [])
+        assert (asked.trace.facts["prefill_instance"], asked.trace.fallbacks) == ("f", [])
+        await decode.idle()
+
+
+async def test_the_first_choice_is_queued_and_the_others_go_to_the_worker_that_took_it(
+    queue: Queueing,
+) -> None:
+    asker, one, other = await queue.asker(), await queue.taker(1), await queue.taker(2)
+
+    choices = {"n": 3, "temperature": 0.9, "seed": 5}
+    chunks = await collect(asker.generate, request(6, sampling_options=choices))
+
+    for index in range(3):
+        assert tokens_of([chunk for chunk in chunks if chunk.index == index]) == expected_tokens(6)
+    assert [result.request_type for result in asker.llm.results] == ["generation_only"] * 3
+    assert sorted(len(taker.llm.results) for taker in (one, other)) == [0, 3]
 
 
 @pytest.mark.parametrize("strategy", ORDERS)
 async def test_the_prefill_worker_is_told_that_decode_has_the_kv(nats: NatsServer, strategy: str) -> None:
     """Else it would keep what it needs for a recall until the lease ends."""
     async with queueing(nats, strategy) as queue:
-        kinds: list[str] = []
-        recalls = Recalls(tuple, 60.0)
-        prefill = PrefillService(LocalPrefill(recording_engine()), recalls)
-        serve = replace(trying(prefill, resumes=False), notices=recalls)
+        decode = decode_worker() if strategy == "prefill_first" else None
+        asker, taker = await queue.asker(decode=decode), await queue.taker()
 
-        def heard(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-            assert asked.phase_request is not None
-            kinds.append(asked.phase_request.kind)
-            return serve(asked, context)
+        assert tokens_of(await collect(asker.generate, request(6))) == expected_tokens(6)
 
-        stage = (
-            workers(Role.DECODE, "prefill_first") if strategy == "prefill_first" else RecordingStageClient()
-        )
-        pushing = await queue.pusher(stage=stage)
-        await queue.puller(serve=heard)
-
-        assert tokens_of(await collect(pushing.generate, request(6))) == expected_tokens(6)
-
-        await until(lambda: kinds == ["prefill", "taken"])
-        await stage.idle()
+        await until(lambda: [each["phase_request"]["phase"] for each in taker.client.notices] == ["fetched"])
+        if decode is not None:
+            await decode.idle()
 
 
-async def test_in_prefill_first_a_handoff_without_a_decode_is_released(
+async def test_in_prefill_first_a_handoff_without_a_decode_is_recalled_from_the_worker_that_has_it(
     nats: NatsServer, no_leaks: None
 ) -> None:
-    async with queueing(nats, "prefill_first") as queue:
-        stage = workers(Role.DECODE, "prefill_first")
-        pushing = await queue.pusher(stage=stage)
-        await queue.puller()
-        answer = pushing.generate(request(6), FakeContext())
-
-        first = await anext(answer)
-        assert len(LLM.kv_store) == 1
-        await answer.aclose()
-
-        assert first.token_ids == expected_tokens(1)
-        await until(lambda: len(LLM.kv_store) == 0)
-        assert stage.requests == [], "the worker that has prefilled releases it"
-
-
-async def test_in_prefill_first_a_handoff_that_no_decode_worker_fetches_is_recalled(nats: NatsServer) -> None:
     """Else dead decode workers would fill the prefill workers' pools with what is never fetched."""
     async with queueing(nats, "prefill_first") as queue:
-        released: list[Handoff] = []
-        phase = LocalPrefill(recording_engine())
-
-        async def prefill(request: GenerateRequest, context: RequestContext) -> Handoff:
-            handoff = await phase(request, context)
-            handoff.on_release = released.append
-            return handoff
-
-        pushing = await queue.pusher(stage=RecordingStageClient(raising(PeerUnavailableError("gone"))))
-        recalls = Recalls(tuple, 60.0)
-        service = trying(PrefillService(prefill, recalls), resumes=False)
-        await queue.puller(serve=replace(service, notices=recalls))
-
-        with pytest.raises(PeerUnavailableError):
-            await collect(pushing.generate, request(6))
-
-        await until(lambda: released)
-        LLM.forget_instances()
+        left, gone = decode_worker(), RecordingStageClient(error=PeerUnavailableError("gone"))
+        for decode in (left, gone):
+            asker = await queue.asker(decode=decode)
+            await queue.taker()
+            answer = asker.generate(request(6), FakeContext())
+            assert (await anext(answer)).token_ids == expected_tokens(1)
+            assert len(LLM.kv_store) == 1
+            if decode is left:
+                await answer.aclose()
+            else:
+                with pytest.raises(PeerUnavailableError, match="gone"):
+                    await anext(answer)
+            await until(lambda: len(LLM.kv_store) == 0)
+        assert left.requests == [], "it was not asked to drain"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        InvalidRequestError("bad"),
-        OverloadedError("full"),
-        PeerUnavailableError("gone"),
-        StageTimeoutError("late"),
-        EngineError("broken"),
-        KeyError("oops"),
-    ],
-)
-async def test_a_prefill_workers_error_arrives_as_it_was_and_a_bug_as_the_engines(
-    queue: Queueing, error: Exception, caplog: pytest.LogCaptureFixture
-) -> None:
-    pushing = await queue.pusher()
-    await queue.puller(0xC, serve=raising(error))
-    arrives_as = type(error) if isinstance(error, DisaggError) else EngineError
-    for _ in range(2):
-        with pytest.raises(arrives_as, match=str(error)) as raised:
-            await collect(pushing.generate, request(4))
-        assert type(raised.value) is arrives_as
+async def test_an_error_of_the_worker_is_the_calls_error_and_counts_against_it(queue: Queueing) -> None:
+    asker, taker = await queue.asker(), await queue.taker(0xC)
+    for _ in range(3):
+        taker.llm.scripts.append(Script(error=EngineError("broken")))
+        with pytest.raises(EngineError, match="broken") as raised:
+            await collect(asker.generate, request(4))
         assert raised.value.peer == 0xC
-    assert ("failed unexpectedly" in caplog.text) is isinstance(error, KeyError)
+    assert asker.peers.breaker.open() == {0xC}
+
+    assert tokens_of(await collect(asker.generate, request(4))) == expected_tokens(4)
+    assert asker.peers.breaker.open() == set(), "without another worker it is used, and works again"
 
 
-async def test_a_request_goes_to_no_instance_that_has_failed_it(queue: Queueing) -> None:
-    queue.limits = QueueLimits(offers=5)
-    pushing, failed = await queue.pusher(), await queue.puller(1)
-    with pytest.raises(PeerUnavailableError, match="no other prefill worker takes this request"):
-        await collect(pushing.generate, request(3).avoiding(1))
-    with pytest.raises(PeerUnavailableError):
-        await pushing.client.pick(request().avoiding(0))  # the queue itself
-    other = await queue.puller(2)
-    for _ in range(6):
-        asked = request(3).avoiding(1)
-        assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(3)
+async def test_tickets_go_past_a_worker_that_is_skipped_or_has_failed_the_request(queue: Queueing) -> None:
+    asker, refused, other = await queue.asker(), await queue.taker(1, max_prefills=1), await queue.taker(2)
+    for _ in range(3):
+        asker.peers.breaker.failed(1)
+    for asked in [*(request(3) for _ in range(4)), *(request(3).avoiding(1) for _ in range(4))]:
+        assert tokens_of(await collect(asker.generate, asked)) == expected_tokens(3)
         assert asked.trace.facts["prefill_instance"] == "2"
-    assert (len(failed.llm.results), len(other.llm.results)) == (0, 6)
+    assert (len(refused.llm.results), len(other.llm.results)) == (0, 8)
+    await until(lambda: refused.room.is_there)
+
+    with pytest.raises(NoInstanceError, match="no prefill worker in discovery can take this request"):
+        await collect(asker.generate, request(3).avoiding(1).avoiding(2))
 
 
-# -- what the queue cannot take goes straight to a prefill worker, and the answer says so
+async def test_a_worker_that_is_not_in_discovery_gets_no_request(queue: Queueing) -> None:
+    asker, hidden, _ = await queue.asker(), await queue.taker(1, is_listed=False), await queue.taker(2)
+    for _ in range(4):
+        await collect(asker.generate, request(3))
+    assert hidden.llm.results == []
 
 
-LARGE: dict[str, Any] = {"padding": "x" * (2 << 20)}
+async def test_a_worker_that_dies_with_the_call_fails_it_and_the_next_try_goes_to_another_one(
+    queue: Queueing,
+) -> None:
+    queue.max_tries = 2
+    asker, dying, living = await queue.asker(), await queue.taker(1), await queue.taker(2)
+    dying.client.fails_with(PeerUnavailableError("connection reset"))
+    num_asked = 0
+    while not dying.client.calls:
+        asked = request(5)
+        assert tokens_of(await collect(asker.generate, asked)) == expected_tokens(5)
+        num_asked += 1
+
+    assert (len(living.llm.results), asked.trace.facts["prefill_instance"]) == (num_asked, "2")
+    assert asked.trace.fallbacks == ["other_instance: connection reset"]
 
 
-async def decoding(queue: Queueing) -> tuple[Pushing, RecordingStageClient]:
-    stage = workers(Role.PREFILL, "decode_first")
-    return await queue.pusher(stage=stage), stage
-
-
-async def test_request_too_large_for_nats_goes_directly_to_a_prefill_worker(queue: Queueing) -> None:
-    (pushing, stage), pulling = await decoding(queue), await queue.puller()
-    asked = request(5, **LARGE)
-
-    assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(5)
-
-    assert pulling.llm.results == []
-    assert [body["errand"]["stage"] for body in stage.requests] == ["prefill"]
-    (told,) = asked.trace.fallbacks
-    assert told.startswith("direct: a request of 20")
-    assert "NATS takes 1048576 (max_payload)" in told
-    assert asked.trace.strategy == "decode_first"
-    assert asked.trace.facts["prefill_instance"] == f"{stage.instance_ids()[0]:x}"
-    assert not pushing.client.waiting_ages()
-    await stage.idle()
+# -- without the queue
 
 
 @pytest.mark.parametrize(
-    "pin", [{"annotations": ["disagg:next=a1"]}, {"routing": {"prefill_worker_id": 0xA1}}], ids=str
+    "pin", [{"annotations": ["disagg:next=a"]}, {"routing": {"prefill_worker_id": 0xA}}], ids=str
 )
 async def test_a_request_with_a_pinned_prefill_worker_passes_the_queue_by(
     queue: Queueing, pin: dict[str, Any]
 ) -> None:
-    (pushing, stage), pulling = await decoding(queue), await queue.puller()
+    asker, _ = await queue.asker(), await queue.taker()
+    await queue.taker(0xB)
     asked = request(5, **pin)
 
-    assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(5)
+    assert tokens_of(await collect(asker.generate, asked)) == expected_tokens(5)
 
-    assert (len(stage.requests), pulling.llm.results) == (1, [])
+    assert asked.trace.facts["prefill_instance"] == "a"
+    assert "prefill_queue_ms" not in asked.trace.facts
     assert asked.trace.fallbacks == []
-    await stage.idle()
 
 
-async def test_request_too_large_for_nats_is_prefilled_locally_in_prefill_first(
+@pytest.fixture
+async def own_server(tmp_path: Path, no_leaks: None) -> AsyncIterator[Queueing]:
+    """A queue on a server that the test may kill."""
+    with nats_server(tmp_path) as server:
+        async with queueing(server) as queue:
+            yield queue
+
+
+async def test_without_nats_prefills_go_on_without_the_queue(own_server: Queueing) -> None:
+    asker = await own_server.asker()
+    taker = await own_server.taker(max_prefills=1)
+    running, gate = await begun(taker, collect(asker.generate, request(5)))
+    waiting, late = request(5), request(5)
+    answer = asyncio.create_task(collect(asker.generate, waiting))
+    await until(lambda: asker.asking.depth() == 1)
+
+    await asyncio.to_thread(own_server.server.kill)
+
+    gate.release()
+    assert tokens_of(await running) == expected_tokens(5), "it has its worker"
+    assert tokens_of(await answer) == expected_tokens(5)
+    assert tokens_of(await collect(asker.generate, late)) == expected_tokens(5)
+    for asked in (waiting, late):
+        (fallback,) = asked.trace.fallbacks
+        assert fallback.startswith("direct: the prefill queue cannot be reached: ")
+        assert "prefill_queue_ms" not in asked.trace.facts
+    assert asker.asking.depth() == 0
+
+
+async def test_in_prefill_first_a_worker_without_nats_prefills_itself(
     nats: NatsServer, no_leaks: None
 ) -> None:
     async with queueing(nats, "prefill_first") as queue:
-        stage = workers(Role.DECODE, "prefill_first")
-        pushing, pulling = await queue.pusher(stage=stage), await queue.puller()
-        asked = request(5, **LARGE)
+        decode = decode_worker()
+        asker, taker = await queue.asker(decode=decode), await queue.taker()
+        await asker.broker.close()
+        asked = request(5)
 
-        assert tokens_of(await collect(pushing.generate, asked)) == expected_tokens(5)
+        assert tokens_of(await collect(asker.generate, asked)) == expected_tokens(5)
 
-        assert [result.request_type for result in pushing.llm.results] == ["context_only"]
-        assert pulling.llm.results == []
+        assert [len(each.llm.results) for each in (asker, taker)] == [1, 0]
         assert [each.partition(":")[0] for each in asked.trace.fallbacks] == ["direct"]
         assert "prefill_instance" not in asked.trace.facts
-        await stage.idle()
-
-
-async def test_without_nats_prefills_go_on_without_the_queue(tmp_path: Any, no_leaks: None) -> None:
-    with nats_server(tmp_path) as server:
-        async with queueing(server) as queue:
-            pushing, stage = await decoding(queue)
-            waiting, late = request(5), request(5)
-            answer = asyncio.create_task(collect(pushing.generate, waiting))
-            await until(lambda: pushing.client.waiting_ages())
-
-            await asyncio.to_thread(server.kill)
-
-            assert tokens_of(await answer) == expected_tokens(5)
-            assert tokens_of(await collect(pushing.generate, late)) == expected_tokens(5)
-            for asked in (waiting, late):
-                # The client's own words, if a request hears of it before the connection does.
-                (fallback,) = asked.trace.fallbacks
-                assert fallback.startswith("direct: the prefill queue cannot be reached: ")
-            assert len(stage.requests) == 2
-            await stage.idle()
+        await decode.idle()
 
 
 class FullDisk(NatsClient):
@@ -301,24 +281,39 @@ class FullDisk(NatsClient):
         return stream
 
 
+async def is_direct(asker: Asker) -> bool:
+    asked = request(5)
+    assert tokens_of(await collect(asker.generate, asked)) == expected_tokens(5)
+    return bool(asked.trace.fallbacks)
+
+
 async def test_one_request_in_a_pause_tries_a_queue_that_does_not_reply(
     queue: Queueing, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The others would wait for NATS, each as long."""
-    stage, client = workers(Role.PREFILL, "decode_first"), FullDisk()
-    limits = QueueLimits(pause=4.0)
+    client = FullDisk()
+    limits = QueueLimits(pause=2.0)
     broker = await Broker.connect(queue.server.url, queue.names, limits, client)
-    pushing = await queue.pusher(stage=stage, broker=broker)
+    asker, _ = await queue.asker(broker=broker), await queue.taker()
 
-    for _ in range(3):
-        assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
-    assert (client.num_pushes, len(stage.requests)) == (2, 3)
+    assert [await is_direct(asker) for _ in range(3)] == [True] * 3
+    assert client.num_pushes == 2
 
     client.is_full = False
-    pulling = await queue.puller()
-    await until(lambda: broker.takes_items)
-    assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
-
-    assert (len(pulling.llm.results), len(stage.requests)) == (1, 3)
+    await asyncio.sleep(limits.pause)
+    assert not await is_direct(asker)
     assert caplog.text.count("as with a full disk") == 1
-    await stage.idle()
+
+
+async def test_a_full_stream_costs_the_direct_call(queue: Queueing, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtllm_disagg.prefill_queue.broker._MAX_TICKETS", 1)
+    asker = await queue.asker()
+    waiting = asyncio.create_task(collect(asker.generate, request(5)))
+    await until(lambda: asker.asking.depth() == 1)
+    # A worker that takes nothing: the stream stays full.
+    full = await queue.taker(max_prefills=0)
+
+    assert await is_direct(asker)
+    assert len(full.llm.results) == 1
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)

@@ -1,295 +1,318 @@
-"""The prefill queue when a worker dies, when NATS does, and when a message is forged."""
+"""The prefill queue when a worker freezes, when NATS fails or loses tickets, and when a message is forged."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import nats
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
 
-from tests.support.handling import collect, expected_tokens, raw_request, request, tokens_of, until
+from tests.support.handling import collect, expected_tokens, request, tokens_of, until
 from tests.support.nats_server import nats_server
-from tests.support.queueing import Pushing, Queueing, begun, blocked, queueing, raising
-from trtllm_disagg.engines.recording.llm import LLM
-from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError, QueueUnusableError
-from trtllm_disagg.handlers.circuit_breaker import QUEUE_ID, CircuitBreaker, StreamTimeouts
-from trtllm_disagg.handlers.peers import PREFILL, Peers
-from trtllm_disagg.prefill_queue.broker import QueueLimits
-from trtllm_disagg.prefill_queue.messages import MAX_BYTES, Item, UnreadableError, decode, encode
-from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
-from trtllm_disagg.wire.bodies import encode_request
+from tests.support.queueing import Asker, Queueing, begun, closing, queueing
+from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.errors import NoInstanceError
+from trtllm_disagg.prefill_queue.asking import _Waiting
+from trtllm_disagg.prefill_queue.broker import Broker, QueueLimits
+from trtllm_disagg.prefill_queue.tickets import (
+    CONSUMER,
+    MAX_BYTES,
+    Answer,
+    Offer,
+    Ticket,
+    UnreadableError,
+    decode,
+    encode,
+)
+from trtllm_disagg.worker.pairing import Fingerprint, ModelIdentity, describe_worker, group_of
 
-ACK_SECONDS = 0.6
+ID = uuid.uuid4().hex
 
 
-@pytest.fixture
-def queue(queue: Queueing) -> Queueing:
-    """A dead worker is noticed five times as fast as in service."""
-    queue.limits = QueueLimits(ack=ACK_SECONDS, beat=ACK_SECONDS / 3)
-    return queue
+# -- workers
 
 
-async def test_a_dead_workers_item_goes_to_another_one(queue: Queueing) -> None:
-    pushing, dying = await queue.pusher(), await queue.puller(1)
-    asked = request(5)
-    answer, _ = await begun(dying, collect(pushing.generate, asked))
+async def taken(broker: Broker) -> Msg:
+    message = await broker.pull(5.0)
+    assert message is not None
+    return message
 
-    await dying.die()
-    living = await queue.puller(2)
 
+async def test_a_ticket_that_a_frozen_worker_has_taken_goes_to_another_one(queue: Queueing) -> None:
+    queue.limits = QueueLimits(ack=0.5)
+    asker, frozen = await queue.asker(), await queue.connect()
+    answer = asyncio.create_task(collect(asker.generate, request(5)))
+    await taken(frozen)
+    assert asker.asking.depth() == 1, "it still waits"
+
+    taker = await queue.taker()
     assert tokens_of(await answer) == expected_tokens(5)
-    assert len(living.llm.results) == 1
-    assert asked.trace.facts["prefill_instance"] == "2"
+    assert len(taker.llm.results) == 1
+    await frozen.close()
 
 
-async def test_a_worker_that_fails_its_items_is_skipped_and_not_the_queue(queue: Queueing) -> None:
-    pushing, _ = await queue.pusher(), await queue.puller(0xC, serve=raising(EngineError("broken")))
-    stage, breaker = guarded(pushing, 3)
-    for _ in range(3):
-        instance = await stage.pick(request())
-        with pytest.raises(EngineError, match="broken") as error, instance:
-            await anext(instance.answers(encode_request(request(), PREFILL), None))
-        assert error.value.peer == instance.instance_id == 0xC
-    assert breaker.open() == {0xC}
+async def test_a_frozen_workers_late_offer_is_refused(queue: Queueing) -> None:
+    """Its room is free again, and the request is not sent twice."""
+    queue.limits = QueueLimits(ack=0.5)
+    asker, frozen = await queue.asker(), await queue.connect()
+    asked = asyncio.create_task(collect(asker.generate, request(5)))
+    ticket: Ticket = decode((await taken(frozen)).data, Ticket)
+    taker = await queue.taker()
+    await asked
 
-    await queue.puller(0xD)
-    instance = await stage.pick(request())
-    assert len([each async for each in instance.answers(encode_request(request(1), PREFILL), None)]) == 1
-    assert instance.instance_id == 0xD
-    assert breaker.open() == {0xC}
+    offer = encode(Offer(ticket.id, 0xA))
+    assert await frozen.ask(queue.names.asker(ticket.asker), offer) is Answer.OVER
+    assert len(taker.client.calls) == 1
+    await frozen.close()
 
 
-def guarded(pushing: Pushing, failures: int) -> tuple[Peers, CircuitBreaker]:
-    breaker = CircuitBreaker(failures, 60.0)
-    return Peers(pushing.client, breaker, {"prefill": StreamTimeouts(20.0, 20.0)}), breaker
+OFFERS = st.lists(st.integers(0, 3), max_size=8)
 
 
-async def test_a_skipped_worker_without_another_one_runs_the_item_and_is_skipped_no_more(
-    queue: Queueing,
+async def answers_to(offers: list[int], takers: set[int], leaves_after: int) -> None:
+    waiting = _Waiting(lambda: takers)
+    answers = []
+    for place, worker in enumerate(offers):
+        if place == leaves_after:
+            waiting.fail(NoInstanceError("it left"))
+        answers.append(waiting.answer(worker))
+    possible = [place for place, worker in enumerate(offers) if worker in takers and place < leaves_after]
+    accepted = [place for place, answer in enumerate(answers) if answer is Answer.ACCEPTED]
+    assert accepted == possible[:1], "the first one that may take it, and no other"
+    end = min([*accepted, leaves_after])
+    assert set(answers[:end]) <= {Answer.REFUSED}
+    assert set(answers[end + 1 :]) <= {Answer.OVER}
+    assert waiting.close() is bool(accepted)
+
+
+@given(offers=OFFERS, takers=st.sets(st.integers(0, 3)), leaves_after=st.integers(0, 9))
+def test_a_request_accepts_one_offer_and_every_offer_gets_an_answer(
+    offers: list[int], takers: set[int], leaves_after: int
 ) -> None:
-    queue.limits = QueueLimits(offers=3)
-    pushing, _ = await queue.pusher(), await queue.puller(0xC)
-    stage, breaker = guarded(pushing, 3)
-    for _ in range(3):
-        breaker.failed(0xC)
-    instance = await stage.pick(request())
-    assert len([each async for each in instance.answers(encode_request(request(1), PREFILL), None)]) == 1
-    assert breaker.open() == set()
+    asyncio.run(answers_to(offers, takers, leaves_after))
 
 
-async def test_a_worker_that_refuses_an_item_that_avoids_it_has_not_failed(queue: Queueing) -> None:
-    queue.limits = QueueLimits(offers=3)
-    pushing, _ = await queue.pusher(), await queue.puller(0xC)
-    stage, breaker = guarded(pushing, 1)
-    instance = await stage.pick(request().avoiding(0xC))
-    with (
-        pytest.raises(PeerUnavailableError, match="no other prefill worker takes this request") as error,
-        instance,
-    ):
-        await anext(instance.answers(encode_request(request(), PREFILL), None))
-    assert error.value.peer == QUEUE_ID
-    assert breaker.open() == set()
+# -- NATS
 
 
-async def test_a_worker_slower_than_the_ack_wait_keeps_its_item(queue: Queueing) -> None:
-    # Several beats in each wait, also on a machine that is busy for half a second.
-    queue.limits = QueueLimits(ack=3 * ACK_SECONDS, beat=ACK_SECONDS / 3)
-    pushing, slow, other = await queue.pusher(timeout=1.0), await queue.puller(1), await queue.puller(2)
-    scripts = [blocked() for _ in range(2)]
-    for puller, (script, _) in zip((slow, other), scripts, strict=True):
-        puller.llm.scripts.append(script)
-    answer = asyncio.create_task(collect(pushing.generate, request(5)))
-
-    # Longer than the ack wait, and than the queue timeout.
-    await asyncio.sleep(5 * ACK_SECONDS)
-    for _, gate in scripts:
-        gate.release()
-
-    assert tokens_of(await answer) == expected_tokens(5)
-    assert len(slow.llm.results) + len(other.llm.results) == 1
-
-
-async def test_late_answer_of_a_replaced_worker_is_released(queue: Queueing) -> None:
-    queue.limits = QueueLimits(ack=ACK_SECONDS, beat=1000.0)
-    pushing, slow = await queue.pusher(), await queue.puller(1)
-    answer, gate = await begun(slow, collect(pushing.generate, request(5)))
-    # It is not heard of; a second worker comes and does it all.
-    await queue.puller(2)
-    assert tokens_of(await answer) == expected_tokens(5)
-
-    gate.release()
-    await until(lambda: slow.llm.results[0].finished)
-    await until(lambda: len(LLM.kv_store) == 0)
-
-
-async def test_item_lost_by_three_workers_fails_and_is_not_offered_again(queue: Queueing) -> None:
-    pushing = await queue.pusher()
-    answer = asyncio.create_task(collect(pushing.generate, request(5)))
-    for instance_id in range(queue.limits.claims):
-        dying = await queue.puller(instance_id)
-        dying.llm.scripts.append(blocked()[0])
-        await until(lambda dying=dying: dying.llm.results)  # type: ignore[misc]
-        await dying.die()
-    spared = await queue.puller(99)
-    with pytest.raises(PeerUnavailableError, match="3 prefill workers have lost this request"):
-        await answer
-    assert spared.llm.results == []
-
-
-async def test_without_nats_requests_fail_at_once_and_go_on_when_it_is_back(queue: Queueing) -> None:
-    pushing, pulling = await queue.pusher(), await queue.puller(1, max_items=1)
-    running, gate = await begun(pulling, collect(pushing.generate, request(5)))
-    await pushing.broker.push(item())
-    await until(lambda: pushing.watch.depth() == 1)
+@asynccontextmanager
+async def administrator(queue: Queueing) -> AsyncIterator[JetStreamContext]:
+    client = await nats.connect(queue.server.url)
     try:
-        await asyncio.to_thread(queue.server.kill)
-        # Long before the queue timeout.
-        async with asyncio.timeout(10):
-            with pytest.raises(PeerUnavailableError, match="NATS is gone") as raised:
-                await running
-            assert raised.value.peer == 0, "the worker is not to blame"
-            with pytest.raises(PeerUnavailableError, match="NATS is gone"):
-                await collect(pushing.generate, request(5))
-        assert pushing.watch.depth() == 0
-        gate.release()
-        await until(lambda: pulling.llm.results[0].finished)
+        yield client.jetstream()
     finally:
-        await asyncio.to_thread(queue.server.start)
+        await client.close()
 
+
+@pytest.mark.parametrize("lost", ["stream", "tickets"])
+async def test_requests_whose_tickets_nats_has_lost_go_on_without_the_queue(
+    queue: Queueing, lost: str
+) -> None:
+    asker, watching = await queue.asker(), await queue.asker()
+    await queue.taker(max_prefills=0)
+    waiting = asyncio.create_task(collect(asker.generate, asked := request(5)))
+    await until(lambda: watching.asking.depth() == 1)
+
+    async with administrator(queue) as admin:
+        if lost == "stream":
+            await admin.delete_stream(queue.names.stream)
+        else:
+            await admin.purge_stream(queue.names.stream)
+
+    # Sooner than the queue timeout.
+    async with asyncio.timeout(15):
+        assert tokens_of(await waiting) == expected_tokens(5)
+    assert asked.trace.fallbacks == [
+        "direct: the prefill queue has lost the request: NATS has no ticket of it"
+    ]
+    await until(lambda: watching.asking.depth() == 0)
+
+
+@pytest.mark.parametrize("deleted", ["stream", "consumer"])
+async def test_a_stream_or_consumer_that_was_deleted_is_made_anew(queue: Queueing, deleted: str) -> None:
+    asker, taker = await queue.asker(), await queue.taker()
+    async with administrator(queue) as admin:
+        if deleted == "stream":
+            await admin.delete_stream(queue.names.stream)
+        else:
+            await admin.delete_consumer(queue.names.stream, CONSUMER)
+    assert await is_used_again(asker)
+    assert taker.llm.results
+
+
+async def is_used_again(asker: Asker) -> bool:
     async with asyncio.timeout(30):
-        await pushing.broker.wait_until_usable()
-        assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
-    await until(lambda: len(LLM.kv_store) == 0)
+        while True:
+            asked = request(5)
+            assert tokens_of(await collect(asker.generate, asked)) == expected_tokens(5)
+            if not asked.trace.fallbacks:
+                return True
 
 
-async def test_stream_is_recreated_on_a_server_that_lost_it(tmp_path: Any, no_leaks: None) -> None:
+async def test_a_frozen_server_costs_the_direct_call(queue: Queueing) -> None:
+    queue.limits = QueueLimits(reply=0.3)
+    asker, taker = await queue.asker(), await queue.taker(1, max_prefills=1)
+    running, gate = await begun(taker, collect(asker.generate, request(5)))
+    waiting = asyncio.create_task(collect(asker.generate, request(5)))
+    await until(lambda: asker.asking.depth() == 1)
+    with queue.server.frozen():
+        new = [asyncio.create_task(collect(asker.generate, request(5))) for _ in range(3)]
+        gate.release()
+        # Sooner than the queue timeout: the client misses two answers to its pings.
+        async with asyncio.timeout(15):
+            for answer in (running, waiting, *new):
+                assert tokens_of(await answer) == expected_tokens(5)
+    assert await is_used_again(asker)
+
+
+async def test_a_server_that_lost_everything_gets_a_new_stream(tmp_path: Path, no_leaks: None) -> None:
     with nats_server(tmp_path / "first") as server:
         async with queueing(server) as queue:
-            pushing = await queue.pusher()
-            await queue.puller()
+            asker = await queue.asker()
+            await queue.taker()
             await asyncio.to_thread(server.kill)
-            await until(lambda: not pushing.broker.is_usable)
+            await until(lambda: not asker.broker.is_usable)
             server.forget(tmp_path / "second")
             await asyncio.to_thread(server.start)
-            async with asyncio.timeout(30):
-                await pushing.broker.wait_until_usable()
-                assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
+            assert await is_used_again(asker)
 
 
-async def test_a_worker_can_leave_while_nats_is_gone(tmp_path: Any, no_leaks: None) -> None:
+async def test_a_worker_can_leave_while_nats_is_gone(tmp_path: Path, no_leaks: None) -> None:
     with nats_server(tmp_path) as server:
         async with queueing(server) as queue:
-            pulling = await queue.puller()
+            taker = await queue.taker()
             await asyncio.to_thread(server.kill)
-            await until(lambda: not pulling.broker.is_usable)
+            await until(lambda: not taker.broker.is_usable)
             async with asyncio.timeout(20):
-                await pulling.leave()
+                await taker.taking.leave()
 
 
-def item(**changes: Any) -> bytes:
-    good: dict[str, Any] = {
-        "id": uuid.uuid4().hex,
-        "pusher": uuid.uuid4().hex,
-        "request_id": "r",
-        "avoid": [],
-        "request": encode_request(request(), PREFILL),
-    }
-    return msgspec.msgpack.encode(good | changes)
+async def test_nats_is_watched_on_after_an_unforeseen_error(
+    queue: Queueing, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asker, other = await queue.asker(), await queue.asker()
+    states = [other.broker.state]
+
+    async def broken() -> Any:
+        monkeypatch.setattr(other.broker, "state", states[0])
+        raise KeyError("first_seq")
+
+    monkeypatch.setattr(other.broker, "state", broken)
+    waiting = asyncio.create_task(collect(asker.generate, request(5)))
+    await until(lambda: other.asking.depth() == 1)
+    assert "querying the prefill queue failed" in caplog.text
+    await queue.taker()
+    await waiting
+
+
+# -- forged messages
+
+
+def ticket(**changes: Any) -> bytes:
+    return msgspec.msgpack.encode({"id": uuid.uuid4().hex, "asker": ID, "tokens": 3} | changes)
 
 
 FORGED = {
     "nothing": b"",
     "garbage": b"\xc1\xff\x00garbage",
-    "cut": item()[:-5],
+    "cut": ticket()[:-5],
     "json": b'{"id": 1}',
     "a list": msgspec.msgpack.encode([1, 2]),
-    "an id that is a subject": item(id="$JS.API.STREAM.DELETE.x"),
-    "a pusher that is a wildcard": item(pusher="*"),
-    "a pusher with a line end": item(pusher=uuid.uuid4().hex + "\n"),
-    "a request that is none": item(request=[1]),
-    "a number for a name": item(request_id=7),
-    "an endless list": item(avoid=list(range(65))),
-    "another endless list": item(skipped=list(range(65))),
-    "too deep": b"\x91" * 100_000,
-    "unknown": item(),
-    "without tokens": item(request={"no": "tokens"}),
+    "an id that is a subject": ticket(id="$JS.API.STREAM.DELETE.x"),
+    "an asker that is a wildcard": ticket(asker="*"),
+    "an asker with a line end": ticket(asker=ID + "\n"),
+    "a negative length": ticket(tokens=-1),
+    "no length": ticket(tokens="many"),
+    "too deep": b"\x91" * 1000,
+    "unknown": ticket(),
+    "endless": ticket(tokens=2**63 - 1),
 }
 
 
-async def test_forged_items_are_dropped_and_harm_no_request(queue: Queueing) -> None:
-    pushing, pulling = await queue.pusher(), await queue.puller()
+async def test_forged_tickets_and_offers_are_dropped_and_harm_no_request(queue: Queueing) -> None:
+    asker, taker = await queue.asker(), await queue.taker()
+    answer, gate = await begun(taker, collect(asker.generate, request(5)))
     for data in FORGED.values():
-        await pushing.broker.push(data)
-
-    assert tokens_of(await collect(pushing.generate, request(5))) == expected_tokens(5)
-    await until(lambda: pushing.watch.depth() == 0)
-    assert len(pulling.llm.results) == 1
-    assert await num_in_stream(queue) == 0, "none of them comes again"
-
-
-async def num_in_stream(queue: Queueing) -> int:
-    client = await nats.connect(queue.server.url)
-    try:
-        async with asyncio.timeout(20):
-            while True:
-                state = (await client.jetstream().stream_info(queue.names.stream)).state
-                if not state.messages:
-                    return 0
-                await asyncio.sleep(0.02)
-    finally:
-        await client.close()
-
-
-async def test_invalid_item_request_is_refused_by_name(queue: Queueing) -> None:
-    pushing, pulling = await queue.pusher(), await queue.puller()
-    instance = await pushing.client.pick(request())
-    for broken, message in (
-        ({"token_ids": "abc"}, "token_ids"),
-        ({"errand": {"stage": "decode"}}, "takes prefill requests only"),
-        ({"errand": None}, "takes prefill requests only"),
-    ):
-        with pytest.raises(InvalidRequestError, match=message):
-            await anext(instance.call(encode_request(request(), PREFILL) | broken, None))
-    assert pulling.llm.results == []
-
-
-async def test_an_answer_too_large_for_nats_fails_at_once_and_is_not_the_workers_fault(
-    queue: Queueing,
-) -> None:
-    """As with echo and logprobs: prefill's answer has those of the whole prompt."""
-    ended: list[bool] = []
-
-    async def serve(asked: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-        yield TokenChunk([5], engine_data={"prompt_logprobs": "x" * (2 << 20)})
-        ended.append(context.is_stopped())
-
-    pushing = await queue.pusher(timeout=60.0)
-    await queue.puller(0xC, serve=serve)
-    instance = await pushing.client.pick(request())
-    with pytest.raises(QueueUnusableError, match=r"does not fit the prefill queue: NATS takes \d+") as caught:
-        await anext(instance.call(encode_request(request(), PREFILL), None))
-    assert caught.value.peer == QUEUE_ID
-    await until(lambda: ended == [True])
-
-
-async def test_forged_messages_to_a_pusher_harm_no_request(queue: Queueing) -> None:
-    pushing, pulling = await queue.pusher(), await queue.puller()
-    answer, gate = await begun(pulling, collect(pushing.generate, request(5)))
-    for forged in (b"", b"\x00", b"\x91" * 100_000, b"x" * 1000):
-        await pulling.broker.send(pushing.client.subject, forged)
+        await asker.broker.push(data)
+    probe = await queue.connect()
+    for data in (b"", b"\x00", b"\x91" * 1000, encode(Offer(ID, 0xA))):
+        await probe.send(queue.names.asker(ID), data)
     gate.release()
+
     assert tokens_of(await answer) == expected_tokens(5)
+    assert tokens_of(await collect(asker.generate, request(5))) == expected_tokens(5)
+    async with asyncio.timeout(20):
+        while (await probe.state()).messages:
+            pass
+    assert len(taker.llm.results) == 2
+    await probe.close()
 
 
-def test_an_item_reads_as_it_was_written() -> None:
-    sent = Item(uuid.uuid4().hex, uuid.uuid4().hex, None, [1, 2**64 - 1], raw_request(), [2])
-    assert decode(encode(sent), Item) == sent
-    assert decode(item(), Item).skipped == [], "an older pusher does not say which workers it skips"
-    with pytest.raises(UnreadableError):
-        decode(encode(msgspec.structs.replace(sent, request_id="a\n2026-11-27 forged line")), Item)
-    with pytest.raises(UnreadableError, match="bytes, of which"):
-        decode(b"x" * (MAX_BYTES + 1), Item)
+@given(data=st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_unreadable(data: bytes) -> None:
+    for kind in (Ticket, Offer):
+        try:
+            read = decode(data, kind)
+        except UnreadableError:
+            continue
+        assert decode(encode(read), kind) == read
+
+
+def test_a_message_reads_as_it_was_written_within_its_bounds() -> None:
+    for sent in (Ticket(ID, ID, 7), Offer(ID, 2**64 - 1)):
+        assert decode(encode(sent), type(sent)) == sent
+        assert len(encode(sent)) < MAX_BYTES
+    with pytest.raises(UnreadableError, match="bytes; at most"):
+        decode(b"x" * (MAX_BYTES + 1), Ticket)
+
+
+# -- deployments on one server
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    config = WorkerConfig(model="m", role=changes.pop("role", Role.PREFILL), **changes.pop("config", {}))
+    identity = ModelIdentity(config.model_name, "a/directory", changes.pop("weights", "abc"))
+    args, block_size = changes.pop("engine_args", {"dtype": "float32"}), changes.pop("block_size", 16)
+    return describe_worker(config, Fingerprint.of(config.engine, args, block_size, **changes), identity)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({"weights": "other"}, False),
+        ({"block_size": 32}, False),
+        ({"engine_args": {"dtype": "bfloat16"}}, False),
+        ({"config": {"served_model_name": "other"}}, False),
+        ({"config": {"handoff_protocol": "two_phase"}}, False),
+        # A switch changes the strategy, and the queue stays.
+        ({"role": Role.DECODE}, True),
+        ({"config": {"strategy": "prefill_first"}}, True),
+    ],
+)
+def test_workers_that_could_not_serve_a_request_together_are_of_another_kind(
+    change: dict[str, Any], is_same: bool
+) -> None:
+    assert (group_of(described(**change)) == group_of(described())) is is_same
+
+
+async def test_deployments_of_another_kind_take_nothing_from_each_other(queue: Queueing) -> None:
+    async with closing(Queueing(queue.server, namespace=queue.namespace, kind="other")) as others:
+        stranger = await others.taker(0xBAD)
+        asker = await queue.asker()
+        waiting = asyncio.create_task(collect(asker.generate, asked := request(5)))
+        await until(lambda: asker.asking.age() > 0.5)
+        assert stranger.llm.results == []
+
+        await queue.taker(0xA)
+        assert tokens_of(await waiting) == expected_tokens(5)
+        assert asked.trace.facts["prefill_instance"] == "a"

@@ -1,4 +1,4 @@
-"""Which worker opens which prefill queue, what it says when it cannot, and what is pushed past it."""
+"""Which worker opens which prefill queue, and what it says when it cannot."""
 
 from __future__ import annotations
 
@@ -6,35 +6,30 @@ import asyncio
 import contextlib
 import subprocess
 import sys
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.support.handling import until
 from tests.support.nats_server import nats_server
+from tests.support.recording_pair import recording_engine
+from trtllm_disagg import prefill_queue
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.errors import ConfigError, QueueUnusableError, StageTimeoutError
-from trtllm_disagg.prefill_queue import nats_queue, open_prefill_queue
+from trtllm_disagg.errors import ConfigError, QueueUnusableError
+from trtllm_disagg.prefill_queue import NatsQueue, WorkerQueue, open_prefill_queue
 from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits, preserve_cancellation
-from trtllm_disagg.prefill_queue.messages import Answer, Beat, Claim, Failed, FromPuller, Item, Names
-from trtllm_disagg.prefill_queue.nats_queue import DepthWatch, NatsPrefillQueue, Room
-from trtllm_disagg.prefill_queue.queue_client import Pushed
+from trtllm_disagg.prefill_queue.tickets import Names
 from trtllm_disagg.strategies import switchable
-from trtllm_disagg.tools.up.brokers import nats_config_argv, nats_url, new_nats_password
+from trtllm_disagg.tools.up.brokers import NATS_CONFIG, nats_url, new_nats_password
 from trtllm_disagg.tools.up.plan import LOOPBACK
-from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 
 
 async def test_worker_without_queue_dispatch_opens_no_prefill_queue() -> None:
     config = WorkerConfig(model="m", role=Role.PREFILL)
-    assert (await open_prefill_queue(config, "kind")).client is None
-    assert (await open_prefill_queue(WorkerConfig(model="m"), "kind")).client is None
+    assert type(await open_prefill_queue(config, "kind")) is WorkerQueue
+    assert type(await open_prefill_queue(WorkerConfig(model="m"), "kind")) is WorkerQueue
 
 
 @pytest.mark.parametrize("component", [None, "mine"])
@@ -50,8 +45,8 @@ def test_queue_name_does_not_depend_on_role_and_strategy(component: str | None) 
         for strategy in (["decode_first"] if component else switchable())
         for role, at in roles
     ]
-    assert {Names.of(config, "kind").items for config in configs} == {
-        f"trtllm_disagg.prefill_queue.dynamo.{component or 'prefill'}.generate.kind.items"
+    assert {Names.of(config, "kind").tickets for config in configs} == {
+        f"trtllm_disagg.prefill_queue.dynamo.{component or 'prefill'}.generate.kind.tickets"
     }
 
 
@@ -124,23 +119,22 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 
 async def test_the_nats_server_of_a_deployment_takes_only_clients_with_its_password(tmp_path: Path) -> None:
-    """Its port is open to every user of the host: all of them could read the prompts there, and answer them."""
+    """Its port is open to every user of the host: all of them could take tickets there."""
     password = new_nats_password()
-    with nats_server(tmp_path, flags=nats_config_argv(), env=password) as server:
-        limits = QueueLimits(connect=5.0)
+    with nats_server(tmp_path, flags=NATS_CONFIG, env=password) as server:
         url = nats_url(LOOPBACK, server.port, password)
         config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue", nats_server=url)
         for wrong in (server.url, nats_url(LOOPBACK, server.port, new_nats_password())):
             with pytest.raises(ConfigError, match="Authorization Violation"):
-                await open_prefill_queue(replace(config, nats_server=wrong), "kind", limits)
-        await (await open_prefill_queue(config, "kind", limits)).aclose()
+                await open_prefill_queue(replace(config, nats_server=wrong), "kind", QueueLimits(connect=1.0))
+        await (await open_prefill_queue(config, "kind", QueueLimits())).aclose()
 
 
 async def test_tls_url_connects_only_to_a_server_with_tls(
     tmp_path: Path, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that offers none gets neither a password nor a prompt."""
-    limits = QueueLimits(connect=2.0)
+    limits = QueueLimits(connect=1.0)
     secured = ("--tls", "--tlscert", str(certificate[0]), "--tlskey", str(certificate[1]))
     for name, flags in (("plain", ()), ("secured", secured)):
         with nats_server(tmp_path / name, flags=flags) as server:
@@ -153,21 +147,17 @@ async def test_tls_url_connects_only_to_a_server_with_tls(
                 await (await open_prefill_queue(config, "kind", limits)).aclose()
 
 
-async def test_a_worker_that_has_left_before_it_starts_pulls_nothing(
+async def test_a_worker_that_has_left_before_it_starts_takes_no_ticket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nats_queue, "expose", lambda *_: None)
+    monkeypatch.setattr(prefill_queue, "expose", lambda *_: None)
     config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue")
     broker = Broker(Names.of(config, "kind"), QueueLimits(), NatsClient())
-    queue = NatsPrefillQueue(config, broker)
+    queue = NatsQueue(config, broker)
     await queue.leave()
-    await queue.start(unused, 1, object())
-    async with asyncio.timeout(30):
-        await queue.drained()
-
-
-async def unused(request: GenerateRequest, context: RequestContext) -> AsyncGenerator[TokenChunk, None]:
-    yield TokenChunk([])
+    before = asyncio.all_tasks()
+    await queue.start(recording_engine(), 1, object())
+    assert asyncio.all_tasks() == before
 
 
 class BreaksAtOnce(Broker):
@@ -196,107 +186,11 @@ class BreaksAtOnce(Broker):
 async def test_a_connection_that_breaks_while_the_queue_is_opened_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(nats_queue, "Broker", BreaksAtOnce)
+    monkeypatch.setattr("trtllm_disagg.prefill_queue.broker.Broker", BreaksAtOnce)
     config = WorkerConfig(model="m", role=Role.PREFILL, prefill_dispatch="queue")
     with pytest.raises(QueueUnusableError, match="NATS is gone"):
         await open_prefill_queue(config, "kind")
     assert len(BreaksAtOnce.closed) == 1
-
-
-# -- pushed items
-
-
-ID = uuid.uuid4().hex
-#: A silent worker is lost after the queue timeout alone.
-LIMITS = QueueLimits(claims=3, beat=0.0)
-
-
-def item() -> Item:
-    return Item(ID, ID, None, [], {})
-
-
-def claim(attempt: int) -> Claim:
-    return Claim(ID, attempt, 100 + attempt)
-
-
-ATTEMPTS = st.integers(1, 5)
-SAID = st.one_of(
-    ATTEMPTS.map(claim),
-    ATTEMPTS.map(lambda attempt: Beat(ID, attempt)),
-    ATTEMPTS.map(lambda attempt: Answer(ID, attempt, {"attempt": attempt})),
-    ATTEMPTS.map(lambda attempt: Failed(ID, attempt, "Internal", "broken")),
-)
-
-
-async def what_happens(said: list[FromPuller], takes: bool) -> None:
-    replies: dict[int, list[bool]] = {}
-    claims: list[Claim] = []
-    pushed = Pushed(item(), 60.0, claims.append, LIMITS)
-    for place, word in enumerate(said):
-        replies[place] = []
-        pushed.receive(word, replies[place].append)
-    has_answer = pushed.outcome.done() and pushed.outcome.exception() is None
-    if has_answer and takes:
-        assert pushed.take() == {"attempt": claims[-1].attempt}
-    pushed.close()
-
-    granted = [said[place] for place, answers in replies.items() if True in answers]
-    assert [word for word in granted if isinstance(word, Claim)] == claims
-    assert len(claims) <= LIMITS.claims
-    attempts = [each.attempt for each in claims]
-    assert attempts == sorted(set(attempts)), "an older attempt never comes back"
-    taken = [word for word in granted if isinstance(word, Answer)]
-    assert len(taken) == (has_answer and takes)
-    for place, word in enumerate(said):
-        if isinstance(word, Claim | Answer):
-            assert len(replies[place]) == 1, "each question has one answer"
-        elif isinstance(word, Failed):
-            assert True not in replies[place]
-
-
-@given(said=st.lists(SAID, max_size=12), takes=st.booleans())
-def test_pushed_item_takes_one_answer_and_replies_to_every_message(
-    said: list[FromPuller], takes: bool
-) -> None:
-    asyncio.run(what_happens(said, takes))
-
-
-async def test_silent_worker_times_out_and_beats_extend_the_timeout() -> None:
-    pushed = Pushed(item(), 0.5, lambda claim: None, LIMITS)
-    pushed.receive(claim(1), lambda yes: None)
-    for _ in range(6):
-        await asyncio.sleep(0.1)
-        pushed.receive(Beat(ID, 1), lambda yes: None)
-    assert not pushed.outcome.done()
-    with pytest.raises(StageTimeoutError, match="the prefill worker 65 has fallen silent") as raised:
-        await pushed.outcome
-    assert raised.value.peer == 101
-    pushed.close()
-
-
-async def test_a_prefill_that_runs_gets_the_time_of_some_beats_however_short_the_queue_timeout_is() -> None:
-    timeout, silence = 0.01, 60.0
-    pushed = Pushed(item(), timeout, lambda claim: None, QueueLimits(beat=silence))
-    pushed.receive(claim(1), lambda yes: None)
-    await asyncio.sleep(2 * timeout)
-    pushed.receive(Answer(ID, 1, {"attempt": 1}), lambda yes: None)
-    assert pushed.take() == {"attempt": 1}
-    pushed.close()
-
-
-async def test_room_is_counted_in_items_and_tokens_and_there_again_when_an_item_leaves() -> None:
-    room = Room(max_items=2, max_tokens=100)
-    room.enter("long", 5000)
-    assert not room.is_there
-    waiting = asyncio.create_task(room.wait())
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    room.leave("long")
-    await waiting
-    room.enter("a", 1)
-    await room.wait()
-    room.enter("b", 1)
-    assert [room.is_there] == [False]
 
 
 async def test_a_cancel_that_comes_with_the_result_is_not_lost() -> None:
@@ -316,33 +210,3 @@ async def test_a_cancel_that_comes_with_the_result_is_not_lost() -> None:
     assert await cancelled_with_the_result(keep=True)
     if sys.version_info < (3, 12):
         assert not await cancelled_with_the_result(keep=False), "else there is no need for it"
-
-
-class BrokenOnce:
-    """A broker that answers first with an error that no layer foresees."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    async def wait_until_usable(self) -> None:
-        """It is."""
-
-    async def waiting(self) -> tuple[int, int]:
-        self.asked += 1
-        if self.asked == 1:
-            raise KeyError("num_pending")
-        return 3, 7
-
-    async def pushed_at(self, place: int) -> float | None:
-        return None
-
-    is_usable = True
-
-
-async def test_the_depth_is_watched_on_after_an_unforeseen_error(caplog: pytest.LogCaptureFixture) -> None:
-    broker = BrokenOnce()
-    watch = DepthWatch(broker, list)  # type: ignore[arg-type]
-    await watch.start()
-    await until(lambda: watch.depth() == 3)
-    await watch.stop()
-    assert "looking at the prefill queue failed" in caplog.text

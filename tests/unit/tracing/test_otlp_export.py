@@ -25,6 +25,7 @@ def use(monkeypatch: pytest.MonkeyPatch, **variables: str) -> dict[str, str]:
 
 
 def test_a_collector_gets_what_was_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra [otel]")
     with collecting(tmp_path / "got.jsonl") as collector:
         environment = use(monkeypatch, **collector.environment, OTEL_SERVICE_NAME="mine")
         tracer = tracer_of(environment, "prefill/prefill_first", "1a2b")
@@ -47,7 +48,7 @@ def test_a_collector_gets_what_was_recorded(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_a_collector_of_grpc_gets_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    import grpc
+    grpc = pytest.importorskip("grpc", reason="the extra [otel]")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     got: list[ExportTraceServiceRequest] = []

@@ -14,8 +14,9 @@ import pytest
 
 from tests.support.tracing import write
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tools.trace.otlp_file import read_spans
 from trtllm_disagg.tracing.spans import SpanData, SpanEvent
-from trtllm_disagg.tracing.trace_file import OLD_SUFFIX, TraceFile, read_spans
+from trtllm_disagg.tracing.trace_file import OLD_SUFFIX, TraceFile
 
 TRACE_ID = "4bf92f3577b34da6a3ce929d0e0e4736"
 ROOT = SpanData(
@@ -146,12 +147,12 @@ def test_a_line_that_cannot_be_read_is_left_out_with_a_notice(
     write(file, [ROOT], [replace(ROOT, attributes={"temperature": math.nan})], [CHILD])
     assert [each.data for each in read_spans(file)] == [ROOT, CHILD]
     (told,) = (record.getMessage() for record in caplog.records)
-    assert re.match(r"1 of 3 lines are left out: .*a\.jsonl.* line 2 is none", told)
+    assert re.match(r"skipping 1 of 3 lines: .*a\.jsonl.* line 2 is not", told)
 
 
 def test_a_time_beyond_64_bits_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", [replace(ROOT, end=10**400)])
-    with pytest.raises(ConfigError, match=r"line 1 is none.*a time beyond 64 bits"):
+    with pytest.raises(ConfigError, match=r"line 1 is not.*a time beyond 64 bits"):
         list(read_spans(tmp_path / "a.jsonl"))
 
 

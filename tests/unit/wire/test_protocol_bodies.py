@@ -22,7 +22,13 @@ from trtllm_disagg.types import (
     TokenChunk,
     WireRequest,
 )
-from trtllm_disagg.wire.bodies import decode_chunk, decode_request, encode_chunk
+from trtllm_disagg.wire.bodies import (
+    decode_chunk,
+    decode_request,
+    encode_chunk,
+    encode_notice,
+    encode_request,
+)
 from trtllm_disagg.wire.handoff_formats import result_of
 from trtllm_disagg.wire.handoff_protocols import PROTOCOLS, BootstrapProtocol, choose_protocol
 from trtllm_disagg.wire.kv_handle import KvHandle
@@ -91,16 +97,17 @@ def over_the_wire(message: Any) -> Any:
     return json.loads(json.dumps(message, allow_nan=False))
 
 
-def body(protocol: str, errand: PhaseRequest, raw: dict[str, Any], **given: Any) -> Any:
-    """What another worker gets; the caller's own is as it was."""
+def body(protocol: str, phase_request: PhaseRequest, raw: dict[str, Any], **given: Any) -> Any:
+    """What another worker gets, without what only one of 0.2 reads; the caller's own is as it was."""
     before = copy.deepcopy(raw)
     request = decode_request(raw)
     if "handoff" in given:
         request = request.with_handoff(given["handoff"])
     if "rendezvous" in given:
         request = request.with_rendezvous(given["rendezvous"])
-    sent = over_the_wire(choose_protocol(protocol).encode(request, errand))
+    sent = over_the_wire(choose_protocol(protocol).encode(request, phase_request))
     assert raw == before
+    del sent["errand"]  # of 0.2
     return sent
 
 
@@ -111,12 +118,12 @@ def answer(protocol: str, handoff: Handoff = HANDOFF) -> Any:
 # -- golden
 
 
-def test_dynamos_bodies_have_the_errand_and_the_prefill_result() -> None:
-    assert body("dynamo", PREFILL, asked()) == asked() | {"errand": {"stage": "prefill"}}
+def test_dynamos_bodies_have_the_phase_request_and_the_prefill_result() -> None:
+    assert body("dynamo", PREFILL, asked()) == asked() | {"phase_request": {"phase": "prefill"}}
     assert answer("dynamo") == FIRST | {"disaggregated_params": PARAMS}
     handed_over = {"disaggregated_params": PARAMS, "prompt_tokens_details": {"cached_tokens": 2}}
     assert body("dynamo", DECODE, asked(), handoff=HANDOFF) == asked() | {
-        "errand": {"stage": "decode"},
+        "phase_request": {"phase": "decode"},
         "prefill_result": handed_over,
     }
 
@@ -133,7 +140,7 @@ def test_a_two_phase_prefill_asks_for_one_token_and_remote_decode() -> None:
         "sampling_options": {"temperature": 0.5, "new_option": [1]},
         "extra_args": {"deep": [{"er": None}]},
         "kv_transfer_params": ASKING,
-        "errand": {"stage": "prefill"},
+        "phase_request": {"phase": "prefill"},
     }
 
 
@@ -142,14 +149,14 @@ def test_two_phase_adds_no_field_that_a_body_has_not() -> None:
         "token_ids": [11],
         "stop_conditions": {"max_tokens": 1},
         "kv_transfer_params": ASKING,
-        "errand": {"stage": "prefill"},
+        "phase_request": {"phase": "prefill"},
     }
 
 
 def test_a_two_phase_answer_has_kv_transfer_params_and_decode_the_callers_fields_again() -> None:
     assert answer("two_phase") == FIRST | {"kv_transfer_params": HANDED_OVER}
     assert body("two_phase", DECODE, asked(), handoff=HANDOFF) == asked() | {
-        "errand": {"stage": "decode"},
+        "phase_request": {"phase": "decode"},
         "kv_transfer_params": HANDED_OVER,
     }
 
@@ -167,9 +174,9 @@ def test_two_phase_carries_the_opaque_handle_of_an_engine() -> None:
 
 
 def test_bootstrap_bodies_name_host_port_and_room() -> None:
-    for errand in (PREFILL, DECODE):
-        assert body("bootstrap", errand, asked(), rendezvous=ROOM) == asked() | {
-            "errand": {"stage": errand.kind},
+    for phase_request in (PREFILL, DECODE):
+        assert body("bootstrap", phase_request, asked(), rendezvous=ROOM) == asked() | {
+            "phase_request": {"phase": phase_request.phase},
             "bootstrap_host": "10.0.0.7",
             "bootstrap_port": 41000,
             "bootstrap_room": 1 << 41,
@@ -180,9 +187,22 @@ def test_bootstrap_bodies_name_host_port_and_room() -> None:
 def test_a_final_answer_and_a_whole_request_are_the_same_in_all(protocol: str) -> None:
     final = Handoff(TokenChunk([], finish_reason="stop"), None)
     assert answer(protocol, final) == {"token_ids": [], "finish_reason": "stop"}
-    errand = PhaseRequest("whole", "prefill_first")
-    sent = asked() | {"errand": {"stage": "whole", "strategy": "prefill_first"}}
-    assert body(protocol, errand, asked()) == sent
+    phase_request = PhaseRequest("whole", "prefill_first")
+    sent = asked() | {"phase_request": {"phase": "whole", "strategy": "prefill_first"}}
+    assert body(protocol, phase_request, asked()) == sent
+
+
+def test_a_worker_of_02_reads_what_it_is_asked_and_is_understood() -> None:
+    asks = PhaseRequest("prefill", attempts=("a",), sender=2, fetched=("b",))
+    old = {"stage": "prefill", "attempts": ["a"], "sender": 2, "taken": ["b"]}
+    sent = over_the_wire(encode_request(decode_request(asked()), asks))
+    assert sent["errand"].items() >= old.items()  # of 0.2
+    assert decode_request(asked() | {"errand": old}).phase_request == asks  # of 0.2
+    notice = PhaseRequest("fetched", attempts=("a",))
+    sent = over_the_wire(encode_notice(notice))
+    assert sent["errand"].items() >= {"stage": "taken", "attempts": ["a"]}.items()  # of 0.2
+    del sent["phase_request"]
+    assert decode_request(sent | {"token_ids": [1]}).phase_request == notice
 
 
 # -- meetings
@@ -222,7 +242,7 @@ def test_rendezvous_with_several_endpoints_is_refused(endpoints: list[str]) -> N
 # -- any request
 
 _HANDOFFS = "prefill_result kv_transfer_params rendezvous bootstrap_host bootstrap_port bootstrap_room"
-KEYS_OF_PROTOCOLS = {"errand", *_HANDOFFS.split()}
+KEYS_OF_PROTOCOLS = {"phase_request", *_HANDOFFS.split()}
 leaves = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5)
 trees = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=6)
 requests = st.builds(
@@ -272,7 +292,7 @@ def test_two_phases_give_decode_the_original_and_its_handoff(raw: dict[str, Any]
     sent = body("two_phase", DECODE, raw, handoff=Handoff(TokenChunk([7]), result))
 
     assert {key: value for key, value in sent.items() if key not in KEYS_OF_PROTOCOLS} == before
-    assert set(sent) - set(before) == {"errand", "kv_transfer_params"}
+    assert set(sent) - set(before) == {"phase_request", "kv_transfer_params"}
     seen_by_decode, as_it_came = decode_request(sent), decode_request(raw)
     assert seen_by_decode.prefill_result == result
     assert seen_by_decode.stop == as_it_came.stop
@@ -284,7 +304,7 @@ def test_both_bodies_of_bootstrap_are_the_original_and_one_room(
     raw: dict[str, Any], room: int, endpoint: str
 ) -> None:
     rendezvous = Rendezvous(room, [endpoint])
-    for errand in (PREFILL, DECODE):
-        sent = body("bootstrap", errand, raw, rendezvous=rendezvous)
+    for phase_request in (PREFILL, DECODE):
+        sent = body("bootstrap", phase_request, raw, rendezvous=rendezvous)
         assert {key: value for key, value in sent.items() if key not in KEYS_OF_PROTOCOLS} == raw
         assert decode_request(sent).rendezvous == rendezvous

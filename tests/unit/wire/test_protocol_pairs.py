@@ -8,15 +8,12 @@ import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.engine_pair import PROMPT, both_idle, open_engines, two_stages
-from tests.support.handling import ORDERS, collect, request, tokens_of
+from tests.support.handling import collect, request, tokens_of
 from tests.support.stage_client import RecordingStageClient
-from tests.unit.wire.test_protocol_refusals import forge, forged
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.errors import PeerUnavailableError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.types import Generate, GenerateRequest
-from trtllm_disagg.wire.kv_handle import join_endpoint
 
 STYLES = {
     "dynamo": ScheduleStyle.CONTEXT_FIRST,
@@ -70,51 +67,4 @@ async def test_the_answer_is_that_of_one_worker(
     await client.idle()
     assert tokens_of(split) == tokens_of(whole)
     assert split[-1].finish_reason == whole[-1].finish_reason == "length"
-    await both_idle(engines)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_two_phase_body_has_the_endpoint_and_blocks_of_the_kv(
-    engines: dict[Role, Engine], order: str
-) -> None:
-    generate, client = pair(engines, order, "two_phase")
-    await collect(generate, asked())
-    (call,) = client.calls
-    told = call.request if order == "prefill_first" else call.answers[0]
-    params = told["kv_transfer_params"]
-    endpoint = engines[Role.PREFILL].ctx_info_endpoint
-    assert endpoint is not None
-    assert join_endpoint(params["remote_host"], params["remote_port"]) == endpoint
-    assert params["remote_engine_id"]
-    # 150 tokens in blocks of 32.
-    assert len(params["remote_block_ids"]) == 5
-    await both_idle(engines)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_a_foreign_engine_is_refused_and_nothing_is_held(
-    engines: dict[Role, Engine], order: str
-) -> None:
-    """The other worker is of no use then; the client has done nothing wrong."""
-    generate, client = pair(engines, order, "two_phase")
-    forge(client, lambda params: forged({"remote_engine_id": "another"}, params))
-    with pytest.raises(PeerUnavailableError, match="remote_engine_id is not as expected"):
-        await collect(generate, asked())
-    await client.idle()
-    await both_idle(engines)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-async def test_bootstrap_uses_a_new_room_at_the_prefill_engine(
-    engines: dict[Role, Engine], order: str
-) -> None:
-    generate, client = pair(engines, order, "bootstrap")
-    for _ in range(2):
-        await collect(generate, asked())
-    one, other = client.requests
-    endpoint = engines[Role.PREFILL].ctx_info_endpoint
-    assert endpoint is not None
-    assert join_endpoint(one["bootstrap_host"], one["bootstrap_port"]) == endpoint
-    assert one["bootstrap_room"] != other["bootstrap_room"]
-    assert "rendezvous" not in one
     await both_idle(engines)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.handling import ORDERS, collect, expected_tokens, raw_request, request, tokens_of, untraced
+from tests.support.handling import ORDERS, collect, expected_tokens, raw_request, request, tokens_of
 from tests.support.recording_pair import make_pair
 from tests.unit.wire.test_protocol_bodies import ASKING, HANDED_OVER, PARAMS
 from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
-from trtllm_disagg.engines.recording.llm import LLM, RequestError, Script
-from trtllm_disagg.errors import ConfigError, HandoffRefusedError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.engines.recording.llm import LLM
+from trtllm_disagg.errors import ConfigError, HandoffRefusedError
 from trtllm_disagg.types import PrefillResult, TokenChunk
 from trtllm_disagg.wire.bodies import decode_request
 from trtllm_disagg.wire.handoff_formats import result_of
@@ -187,45 +187,6 @@ def forge(client: Any, change: Any) -> None:
             await stream.aclose()
 
     client.call = forging
-
-
-# -- pairs on recording engines
-
-
-@pytest.mark.usefixtures("no_leaks")
-@pytest.mark.parametrize("max_tokens", [1, 2, 5, None])
-@pytest.mark.parametrize("order", ORDERS)
-async def test_two_phase_gives_the_chunks_of_dynamo(order: str, max_tokens: int | None) -> None:
-    asked = request(max_tokens, output_options={"logprobs": 2})
-    pairs = [make_pair(order, handoff_protocol=name) for name in ("dynamo", "two_phase")]
-    answers = [[untraced(chunk) for chunk in await collect(pair.generate, asked)] for pair in pairs]
-    assert answers[0] == answers[1]
-    assert tokens_of(answers[1]) == expected_tokens(max_tokens or 512 - 3)
-    if max_tokens == 1:
-        assert [pair.decode.results for pair in pairs] == [[], []]
-
-
-@pytest.mark.usefixtures("no_leaks")
-@pytest.mark.parametrize(
-    ("order", "failing", "kind"),
-    [
-        ("prefill_first", "prefill", InvalidRequestError),
-        ("prefill_first", "decode", PeerUnavailableError),
-        ("decode_first", "prefill", PeerUnavailableError),
-        ("decode_first", "prefill", InvalidRequestError),
-    ],
-)
-async def test_errors_keep_their_category(
-    order: str, failing: str, kind: type[InvalidRequestError | PeerUnavailableError]
-) -> None:
-    pair = make_pair(order, handoff_protocol="two_phase", max_tries=1, on_missing_stage="fail")
-    error = RequestError("no")
-    error.category = kind.category  # type: ignore[attr-defined]
-    getattr(pair, failing).scripts.append(Script(error=error, error_at=0))
-    with pytest.raises(kind) as caught:
-        await collect(pair.generate, request())
-    assert caught.value.category == kind.category
-    await pair.idle()
 
 
 # -- configuration

@@ -28,7 +28,6 @@ from trtllm_disagg.types import (
     WireRequest,
 )
 from trtllm_disagg.wire.bodies import (
-    MEDIA_KEYS,
     decode_chunk,
     decode_disaggregated_params,
     decode_request,
@@ -37,6 +36,7 @@ from trtllm_disagg.wire.bodies import (
     encode_request,
     names_a_sender,
 )
+from trtllm_disagg.wire.images import MEDIA_KEYS
 
 APIS = [recording, embedded]
 
@@ -86,6 +86,47 @@ def test_options_at_the_top_of_a_request_count_unless_they_are_in_their_place() 
         decode_request({"token_ids": [1], **top, "stop_conditions": [5]})
 
 
+@pytest.mark.parametrize(
+    ("given", "temperature"),
+    [
+        ({"n": 2}, 1.0),
+        ({"n": 2, "temperature": 0.0}, 0.0),
+        ({"n": 2, "temperature": 0.5}, 0.5),
+        ({"n": 2, "top_p": 0.9}, None),
+        ({"n": 2, "top_k": 5}, None),
+        ({"n": 1}, None),
+        ({}, None),
+    ],
+)
+def test_several_choices_are_drawn_unless_the_request_says_how(
+    given: dict[str, Any], temperature: float | None
+) -> None:
+    """Greedy ones would be equal, and TensorRT-LLM refuses them."""
+    read = decode_request(raw_request(sampling_options=given))
+    assert read.sampling.temperature == temperature
+    assert read.raw["sampling_options"].get("temperature") == temperature
+    at_top = decode_request({"token_ids": [1], "temperature": 0.25, "sampling_options": {"n": 2}})
+    assert at_top.sampling.temperature == 0.25
+
+
+@pytest.mark.parametrize(
+    ("guides", "named"),
+    [
+        ({"json": {}, "regex": "a"}, "guided_json, guided_regex: 2 guides; expected one"),
+        ({"choice": ["a"], "json_object": True}, "guided_choice, guided_json_object: 2 guides"),
+        ({"json_object": False, "regex": "a"}, None),
+        ({"choice": [], "regex": "a", "json": None}, None),
+    ],
+)
+def test_of_several_guides_none_is_dropped(guides: dict[str, Any], named: str | None) -> None:
+    asked = raw_request(sampling_options={"guided_decoding": guides})
+    if named is None:
+        decode_request(asked)
+        return
+    with pytest.raises(InvalidRequestError, match=named):
+        decode_request(asked)
+
+
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 def test_packed_tokens_are_unpacked_also_for_the_second_stage(kind: Any) -> None:
     raw = raw_request(token_ids=kind(b"\x01\0\0\0\xff\xff\0\0"))
@@ -93,7 +134,8 @@ def test_packed_tokens_are_unpacked_also_for_the_second_stage(kind: Any) -> None
     assert read.token_ids == [1, 65535]
     assert over_the_wire(encode_request(read, DECODE)) == raw | {
         "token_ids": [1, 65535],
-        "errand": {"stage": "decode"},
+        "phase_request": {"phase": "decode"},
+        "errand": {"phase": "decode", "stage": "decode"},  # of 0.2
     }
 
 
@@ -102,6 +144,7 @@ def test_packed_tokens_are_unpacked_also_for_the_second_stage(kind: Any) -> None
     [
         ("text", "object"),
         ({}, "token_ids"),
+        ({"token_ids": []}, "the prompt is empty"),
         *(({"token_ids": ids}, r"\$\.token_ids") for ids in (b"12345", "text", [1.5])),
         ({"token_ids": [1, "x"]}, r"\$\.token_ids\[1\]"),
         *(({"token_ids": [1, token]}, "token_ids") for token in (2**63, 2**31, -1)),
@@ -334,9 +377,7 @@ def test_an_unreadable_handoff_is_refused(encoded: dict[str, Any], named: str) -
 def test_random_handoff_is_decoded_or_refused(encoded: dict[str, Any]) -> None:
     try:
         decoded = decode_disaggregated_params(
-            PrefillResult(READABLE | encoded),
-            recording.DisaggregatedParams,
-            recording.Logprob,
+            PrefillResult(READABLE | encoded), recording.DisaggregatedParams, recording.Logprob
         )
     except HandoffRefusedError:
         return

@@ -14,7 +14,7 @@ from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 from trtllm_disagg.worker.flips import RoleSettings, check_flip
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL
-from trtllm_disagg.worker.pairing import Fingerprint, ModelIdentity, describe_worker, with_engine
+from trtllm_disagg.worker.pairing import Fingerprint, ModelIdentity, describe_worker
 
 ROOT = Path(__file__).parents[3]
 MODELS = sorted(
@@ -33,7 +33,7 @@ def described(role: str, given: dict[str, Any], environ: dict[str, str] | None =
     own = describe_worker(config, fingerprint, ModelIdentity("m", "org/m", "w", role=role))
     num_ranks = args["tensor_parallel_size"] if args.get("enable_attention_dp") else 1
     facts = EngineFacts(args.get("max_seq_len"), None, False, args["max_batch_size"], num_ranks)
-    return with_engine(own | RoleSettings.of(args, environ or {}).to_json(), facts, 32, None)
+    return own | RoleSettings.of(args, environ or {}).to_json() | facts.to_json()
 
 
 def flip(
@@ -195,7 +195,8 @@ def test_workers_with_flex_files_flip_beside_each_other_and_those_with_role_file
         check_flip(shipped(model, "prefill", "decode"), peers, force=False)
 
 
-@pytest.mark.parametrize("model", MODELS)
+# With images, decode and so flex reuse no blocks, but prefill does.
+@pytest.mark.parametrize("model", [model for model in MODELS if model != "qwen2.5-vl"])
 def test_a_worker_with_a_flex_file_joins_those_with_role_files(model: str) -> None:
     for to, before in (("decode", "prefill"), ("prefill", "decode")):
         beside = [shipped(model, to, to), shipped(model, before, before)]

@@ -21,9 +21,9 @@ from trtllm_disagg.dynamo_runtime.registration import Registration
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.readers import EngineReaders
 from trtllm_disagg.errors import WorkerLeavingError
-from trtllm_disagg.handlers.cancellation import WorkerDrain, in_background
+from trtllm_disagg.handlers.drain import WorkerDrain, in_background
 from trtllm_disagg.handlers.local import LocalAgg, LocalPrefill
-from trtllm_disagg.prefill_queue import NoPrefillQueue
+from trtllm_disagg.prefill_queue import WorkerQueue
 from trtllm_disagg.types import GenerateRequest, RequestContext, TokenChunk
 from trtllm_disagg.worker.leaving import Leaving
 from trtllm_disagg.worker.life import Event, State
@@ -52,7 +52,7 @@ class Place:
             cast(Registration, self),
             self.drain,
             engine,
-            cast(NoPrefillQueue, self),
+            cast(WorkerQueue, self),
             seconds,
             leave_seconds,
         )
@@ -91,9 +91,6 @@ class Place:
         if self._is_first and "open" not in self.done:
             self.done.append("open")
 
-    async def drained(self) -> None:
-        self.done.append("queue drained")
-
 
 class Hanging(Place):
     async def unlist(self) -> None:
@@ -112,7 +109,7 @@ async def test_a_first_stage_leaves_frontends_and_then_discovery() -> None:
     await command.leaving.finish(1.0)
     for each, hides in ((place, "hide"), (command, "hide the namespace")):
         await each.ended.wait()
-        assert each.done == ["leave the queue", hides, "unlist", "queue drained", "open", "over"]
+        assert each.done == ["leave the queue", hides, "unlist", "open", "over"]
 
 
 async def test_a_second_stage_refuses_calls_before_it_leaves_discovery() -> None:
@@ -124,7 +121,7 @@ async def test_a_second_stage_refuses_calls_before_it_leaves_discovery() -> None
     await asyncio.sleep(0)
     with pytest.raises(WorkerLeavingError, match="SIGTERM"):
         place.drain.enter()
-    assert place.done == ["leave the queue"], "whose items would be refused"
+    assert place.done == ["leave the queue"], "the worker would refuse its items"
     await until(lambda: "unlist" in place.done)
     assert place.drain.num_running == 1
     place.drain.leave(running)
@@ -139,7 +136,7 @@ async def test_an_idle_worker_leaves_and_ends_after_its_grace_period() -> None:
     await until(lambda: "unlist" in stopped.done)
     await asyncio.sleep(0)
     assert (stopped.done, stopped.life.state) == (["leave the queue", "unlist"], State.UNLISTED)
-    assert died.done == ["leave the queue", "unlist", "queue drained", "over"]
+    assert died.done == ["leave the queue", "unlist", "over"]
 
 
 @pytest.mark.parametrize("work", ["relayed request", "KV that may be read", "behind an answer"])
@@ -164,7 +161,7 @@ async def test_work_is_waited_for_however_idle_the_engine_is(work: str) -> None:
     else:
         in_background(drained(), "a drain")
     place.life.happened(Event.STOP)
-    await until(lambda: "queue drained" in place.done)
+    await until(lambda: "unlist" in place.done)
     await asyncio.sleep(0.1)
     assert not place.ended.is_set()
     end()
@@ -184,6 +181,25 @@ async def test_requests_beyond_drain_seconds_are_handed_back_before_the_runtime_
         await answering
     await place.ended.wait()
     assert "1 requests still run after 0 s" in caplog.text
+
+
+async def test_pause_logs_at_once_that_its_engine_cannot_be_asked_and_ends_once_it_can(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unknown(engine: Engine) -> bool:
+        raise RuntimeError("its socket is closed")
+
+    place = Place(seconds=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "is_idle", unknown)
+        place.life.command(Event.PAUSE)
+        why = "cannot ask the engine whether it is idle: its socket is closed"
+        await until(lambda: place.leaving.waits_for)
+        assert (place.leaving.waits_for, place.leaving.is_paused) == (why, False)
+    await until(lambda: place.leaving.is_paused)
+    assert (place.leaving.waits_for, caplog.messages.count(why)) == (None, 1)
+    place.leaving.resume()
+    await place.ended.wait()
 
 
 async def test_a_dead_engine_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -256,7 +272,7 @@ async def test_a_worker_told_to_leave_answers_when_its_requests_have_ended_or_it
     await until(lambda: place.drain.num_running)
     finishing = asyncio.create_task(place.leaving.finish(seconds))
     if seconds > 1:
-        await until(lambda: "queue drained" in place.done)
+        await until(lambda: "unlist" in place.done)
         assert not finishing.done(), "the command's time counts, not the worker's"
         answer.cancel()
     assert await finishing == (seconds < 1)
@@ -265,8 +281,7 @@ async def test_a_worker_told_to_leave_answers_when_its_requests_have_ended_or_it
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
-    [(Place, "discovery is gone"), (Hanging, "a step of leaving discovery took more than")],
+    ("place", "said"), [(Place, "discovery is gone"), (Hanging, "a step of leaving discovery took more than")]
 )
 async def test_a_worker_that_cannot_leave_discovery_ends_all_the_same(
     place: type[Place], said: str, caplog: pytest.LogCaptureFixture

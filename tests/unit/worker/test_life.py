@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Self, cast
+from typing import Self
 
 import pytest
 
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, DisaggError, EngineLostError, WorkerLeavingError
 from trtllm_disagg.worker.life import REASONS, TABLE, Action, Event, Life, State, live
-from trtllm_disagg.worker.process import WorkerProcess
-from trtllm_disagg.worker.worker import RoleTerm
 
 LISTED = (Event.LOADED,)
 SERVING = (*LISTED, Event.PAIRED)
@@ -162,7 +160,7 @@ class Term:
 async def lives(*outcomes: Outcome, in_use: bool = False) -> list[tuple[str, str]]:
     """`in_use`: each role was entered before its end."""
     worker = Terms(outcomes, in_use)
-    await live(cast(WorkerProcess, worker), cast(RoleTerm, Term(worker, Role.PREFILL)))
+    await live(worker.life, Term(worker, Role.PREFILL), worker.require_engine)
     assert worker.life.state is State.OVER
     return worker.seen
 

@@ -11,19 +11,17 @@ import pytest
 
 import trtllm_disagg
 from tests.conftest import Checkpoints
+from trtllm_disagg.common.model_directory import fingerprint
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.model_directory import fingerprint
 from trtllm_disagg.worker.model_facts import UNKNOWN_MODEL, ModelFacts, read_model_facts
 from trtllm_disagg.worker.pairing import (
     Fingerprint,
     ModelIdentity,
     describe_worker,
-    kind_of,
+    group_of,
     require_fit,
     require_pair,
-    with_engine,
 )
 
 ARGS: dict[str, Any] = {"kv_cache_config": {"dtype": "auto"}, "cache_transceiver_config": {"backend": "NIXL"}}
@@ -49,9 +47,19 @@ def described(
     return crossed
 
 
+@pytest.mark.parametrize(
+    ("version", "runtime"),
+    [(None, "auto"), ("1.3.0rc29", "auto"), ("1.4.0rc1", "PYTHON"), ("of ours", "auto")],
+)
+def test_runtime_that_no_file_names_is_the_versions_default(version: str | None, runtime: str) -> None:
+    args = {"cache_transceiver_config": {"backend": "NIXL"}}
+    found = Fingerprint.of("tensorrt_llm", args, 32, UNKNOWN_MODEL, version)
+    assert found.transceiver_runtime == runtime
+
+
 def test_a_default_that_means_two_transports_is_refused() -> None:
     prefill, decode = (
-        with_engine(described(role), EngineFacts(), 32, None, kv_transport=transport)
+        described(role) | {"kv_transport": transport}
         for role, transport in (("prefill", "SHARED_MEMORY"), ("decode", "NIXL"))
     )
     with pytest.raises(
@@ -69,6 +77,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "handoff_protocol": "dynamo",
         "prefill_dispatch": "direct",
         "revision": None,
+        "images": False,
         "engine": "embedded",
         "model": "m",
         "block_size": 32,
@@ -81,7 +90,7 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "max_seq_len": None,
         "layout": "",
         "precision": "",
-        "is_worker_side": False,
+        "is_run_by_workers": False,
         "source": "org/model",
         "weights": "ab",
         "kv_transport": None,
@@ -89,6 +98,13 @@ def test_a_worker_describes_what_has_to_be_equal() -> None:
         "ctx_dp_rank": None,
         "versions": {"trtllm_disagg": trtllm_disagg.__version__, "ai_dynamo": metadata.version("ai-dynamo")},
     }
+
+
+def test_workers_of_02_and_of_this_version_share_no_queue() -> None:
+    prefill = described("prefill", prefill_dispatch="queue")
+    require_pair(prefill, described("decode", prefill_dispatch="queue"))
+    with pytest.raises(ConfigError, match="prefill 'queue of tickets', decode 'queue'"):
+        require_pair(prefill, described("decode") | {"prefill_dispatch": "queue"})
 
 
 def test_fingerprint_of_null_settings_has_defaults() -> None:
@@ -120,7 +136,11 @@ BY_UCX = transceiver(backend="DEFAULT") | {"environ": {"TRTLLM_USE_UCX_KVCACHE":
             {},
             "--disaggregation-strategy: prefill 'prefill_first', decode 'decode_first'",
         ),
-        ({"prefill_dispatch": "queue"}, {}, "--prefill-dispatch: prefill 'queue', decode 'direct'"),
+        (
+            {"prefill_dispatch": "queue"},
+            {},
+            "--prefill-dispatch: prefill 'queue of tickets', decode 'direct'",
+        ),
         ({"served_model_name": "x"}, {}, "--served-model-name: prefill 'x', decode 'org/model'"),
         ({"worker_revision": "v2"}, {}, "--worker-revision: prefill 'v2', decode None"),
         ({"weights": "cd"}, {}, "--model (hash of config.json and weights): prefill 'cd', decode 'ab'"),
@@ -151,6 +171,7 @@ BY_UCX = transceiver(backend="DEFAULT") | {"environ": {"TRTLLM_USE_UCX_KVCACHE":
             {"args": {"max_seq_len": 2048}},
             "max_seq_len: prefill 4096, decode 2048",
         ),
+        ({"enable_multimodal": True}, {}, "--enable-multimodal: prefill True, decode False"),
         (BY_UCX, {}, "cache_transceiver_config.backend: prefill 'UCX', decode 'NIXL'"),
     ],
 )
@@ -198,6 +219,7 @@ BY_OTHER_NAME = {"decoding_type": "Eagle", "max_draft_len": 4, "speculative_mode
             id="one key by its two names",
         ),
         pytest.param(FP4, FP8, id="one model in two precisions"),
+        pytest.param({}, {"enable_multimodal": True}, id="images that prefill refuses"),
     ],
 )
 def test_equivalent_settings_are_a_pair(prefill: dict[str, Any], decode: dict[str, Any]) -> None:
@@ -222,7 +244,7 @@ def test_two_checkpoints_that_differ_in_more_than_precision_are_no_pair(decode: 
 
 def test_max_seq_len_known_to_one_engine_does_not_change_the_queue_kind() -> None:
     one, other = (described("prefill", {"max_seq_len": length}, **TRT) for length in (2048, None))
-    assert kind_of(one) == kind_of(other)
+    assert group_of(one) == group_of(other)
 
 
 @pytest.mark.parametrize("answer", [{}, {"token_ids": [1], "finish_reason": "stop"}])
@@ -292,7 +314,7 @@ def test_decode_alone_may_draft(runtime: str, drafts: dict[str, Any]) -> None:
     decode = described("decode", on(runtime, speculative_config=drafts), **TRT)
     require_pair(prefill, decode)
     require_pair(decode, prefill)
-    assert kind_of(prefill) == kind_of(decode)
+    assert group_of(prefill) == group_of(decode)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from trtllm_disagg.dynamo_runtime.handler import DESCRIBE
 from trtllm_disagg.dynamo_runtime.registration import Place, Registration
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.errors import ConfigError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.handlers.live_state import LiveState
 from trtllm_disagg.handlers.peers import Peers
-from trtllm_disagg.handlers.services import LiveState
 from trtllm_disagg.strategies import disaggregated
 from trtllm_disagg.types import GenerateRequest, PhaseRequest, TokenChunk
 from trtllm_disagg.worker.control import Control
@@ -159,7 +159,7 @@ def stage_state(
     term = SimpleNamespace(
         config=config,
         instance="7",
-        process=SimpleNamespace(life=life),
+        process=SimpleNamespace(life=life, engine_args={}),
         stage=stage,
         leaving=leaving,
         describe=lambda: own | stage.describe(),
@@ -273,6 +273,14 @@ async def test_a_registration_that_fails_leaves_the_old_order_and_the_place_at_p
     assert ("no discovery" in caplog.text) is (stand_by_error is not None)
 
 
+async def test_flip_to_a_decode_worker_that_would_mix_up_images_is_refused() -> None:
+    """The engine reuses blocks (`config/image_checks.py`)."""
+    worker, _, _ = stage_state("prefill", "decode_first", engine="tensorrt_llm", enable_multimodal=True)
+    with pytest.raises(ConfigError, match=r"^kv_cache_config.enable_block_reuse: True "):
+        await worker.handle_command(flip_to("decode", force=True))
+    assert worker.life.becomes is None
+
+
 @pytest.mark.parametrize(("role", "strategy"), [("agg", "decode_first"), ("decode", "router")])
 async def test_a_worker_of_agg_or_router_refuses_every_switch(role: str, strategy: str) -> None:
     worker, registration, _ = stage_state(role, strategy)
@@ -324,38 +332,23 @@ async def test_switch_completes_when_its_caller_disconnects() -> None:
     await until(lambda: registration.is_at_frontends)
 
 
-@pytest.mark.parametrize(
-    ("role", "good", "bad"),
-    [
-        ("decode", "max_local_prefill_length", {"max_local_prefill_length": 9, "no_such": 1}),
-        ("decode", "max_local_prefill_length", {"max_prefill_queue_size": -1}),
-        ("agg", "max_queued_requests", {"max_queued_requests": 8, "eff_isl_threshold": 1}),
-    ],
-)
-async def test_thresholds_are_set_together_or_not_at_all(role: str, good: str, bad: dict[str, int]) -> None:
-    worker, _, live = stage_state(role, "decode_first")
-    answer = await worker.handle_command({"command": "set", "values": {good: 7}})
-    assert answer["changed"][0].endswith("-> 7")
-    with pytest.raises(ConfigError, match=list(bad)[-1]):
-        await worker.handle_command({"command": "set", "values": bad})
-    assert live.thresholds.value[good] == 7
-
-
 async def test_only_whole_requests_of_frontends_are_counted() -> None:
     worker, _, _ = stage_state("decode", "decode_first")
 
     async def one_token(request: GenerateRequest, context: Any) -> Any:
         yield TokenChunk([1])
 
-    counts = replace(counts_of(), whole_requests=worker.stage.whole_requests)
+    counts = replace(counts_of(), client_requests=worker.stage.client_requests)
     generate = trying(one_token, counts=counts)
-    errand = PhaseRequest("whole")
+    phase_request = PhaseRequest("whole")
     async with aclosing(generate(request(), FakeContext())) as mine:
         await anext(mine)
-        async with aclosing(generate(request(errand={"stage": errand.kind}), FakeContext())) as others:
+        async with aclosing(
+            generate(request(phase_request={"phase": phase_request.phase}), FakeContext())
+        ) as others:
             await anext(others)
-            assert worker.describe()["whole_requests"] == 1
-    assert worker.describe()["whole_requests"] == 0
+            assert worker.describe()["client_requests"] == 1
+    assert worker.describe()["client_requests"] == 0
 
 
 async def test_a_worker_that_was_switched_back_still_says_that_it_was_switched() -> None:

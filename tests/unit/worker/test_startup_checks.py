@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -16,21 +16,21 @@ from trtllm_disagg.admin.commands import DescribedInstance
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.pairing import ModelIdentity
-from trtllm_disagg.worker.startup_checks import ModelNameGuard, StartupChecks
+from trtllm_disagg.worker.startup_checks import NUM_MACHINE_IDS, ModelNameGuard, StartupChecks
 
 MINE = ModelIdentity(model="tiny", source="/models/a", weights="aaaa")
 PLACE = "dyn://dynamo.tensorrt_llm.generate"
 
 
 def said(identity: ModelIdentity, **more: Any) -> dict[str, Any]:
-    return {"role": "agg", **identity.described(), **more}
+    return {"role": "agg", **asdict(identity), **more}
 
 
 def guard_of(*seen: DescribedInstance, mine: ModelIdentity = MINE) -> ModelNameGuard:
     async def look() -> list[DescribedInstance]:
         return list(seen)
 
-    return ModelNameGuard(mine, 5, {PLACE}, look)
+    return ModelNameGuard(mine, 5, {PLACE}, look, poll_seconds=0, visible_seconds=0)
 
 
 def guard(*others: dict[str, Any]) -> ModelNameGuard:
@@ -52,7 +52,7 @@ async def test_prefill_and_decode_may_hold_one_model_in_two_precisions() -> None
     fp8 = replace(fp4, weights="cccc", precision="fp8", role="decode")
 
     def between(mine: ModelIdentity, other: ModelIdentity) -> ModelNameGuard:
-        return guard_of(DescribedInstance(PLACE, 9, other.described()), mine=mine)
+        return guard_of(DescribedInstance(PLACE, 9, asdict(other)), mine=mine)
 
     await between(fp4, fp8).require_same()
     with pytest.raises(ConfigError, match="hash cccc"):
@@ -65,7 +65,7 @@ async def test_workers_that_only_workers_call_share_no_endpoint_with_others() ->
     def beside(mine: ModelIdentity, other: dict[str, Any], place: str = PLACE) -> ModelNameGuard:
         return guard_of(DescribedInstance(place, 7, other), mine=mine)
 
-    decode = replace(MINE, role="decode", is_worker_side=True)
+    decode = replace(MINE, role="decode", is_run_by_workers=True)
     called = said(decode, strategy="decode_first")
     with pytest.raises(ConfigError, match=r"--namespace: decode 7 at .* under decode_first"):
         await beside(MINE, called).require_same()
@@ -73,8 +73,10 @@ async def test_workers_that_only_workers_call_share_no_endpoint_with_others() ->
         await beside(decode, said(MINE, strategy="agg")).require_same()
     await beside(MINE, called, "dyn://dynamo.elsewhere.generate").require_same()
     await beside(decode, called).require_same()
-    older = {key: value for key, value in called.items() if key != "is_worker_side"}
+    older = {key: value for key, value in called.items() if key != "is_run_by_workers"}
     await beside(MINE, older).require_same()
+    with pytest.raises(ConfigError, match="under decode_first"):
+        await beside(MINE, older | {"is_worker_side": True}).require_same()  # of 0.2
 
 
 async def test_empty_discovery_is_looked_at_once_more() -> None:
@@ -114,8 +116,9 @@ class Place:
     takes as many turns of the loop as `chance` says.
     """
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(self, chance: random.Random, num_ids: int = NUM_MACHINE_IDS) -> None:
         self._chance = chance
+        self.num_ids = num_ids
         self.there: dict[int, ModelNameGuard] = {}
 
     async def pause(self) -> None:
@@ -135,7 +138,7 @@ class Place:
                     answers.append(DescribedInstance(PLACE, i, {"role": "agg", **other.described()}))
             return answers
 
-        mine = ModelNameGuard(identity, instance_id, {PLACE}, look, poll_seconds=0.0)
+        mine = ModelNameGuard(identity, instance_id, {PLACE}, look, self.num_ids, poll_seconds=0.0)
         try:
             await self.pause()
             await mine.require_same()
@@ -168,6 +171,71 @@ def test_workers_of_two_models_that_start_together_leave_one_model(
     assert len({each for each, stays in zip(models, serves, strict=True) if stays}) == 1
 
 
+# -- machine ids
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    ids=st.lists(st.integers(0, 30), min_size=2, max_size=8, unique=True),
+    num_ids=st.integers(8, 12),
+)
+@settings(deadline=None, max_examples=150)
+def test_workers_that_start_together_have_a_machine_id_each(seed: int, ids: list[int], num_ids: int) -> None:
+    place = Place(random.Random(seed), num_ids)
+
+    async def run() -> list[bool]:
+        async with asyncio.timeout(10):
+            return await asyncio.gather(*(place.start(i, MINE) for i in ids))
+
+    assert all(asyncio.run(run()))
+    claimed = [each.machine_id for each in place.there.values()]
+    assert len({*claimed}) == len(ids)
+    assert set(claimed) <= set(range(num_ids))
+
+
+def with_machine_id(machine_id: int, instance_id: int, *, settled: bool = True) -> DescribedInstance:
+    return DescribedInstance(PLACE, instance_id, said(MINE, settled=settled, machine_id=machine_id))
+
+
+@pytest.mark.parametrize(
+    ("other", "claimed"),
+    [
+        pytest.param(with_machine_id(5, 9), 6, id="a settled worker keeps its id"),
+        pytest.param(with_machine_id(5, 3, settled=False), 6, id="the lower instance id keeps it"),
+        pytest.param(with_machine_id(5, 9, settled=False), 5, id="this one is the lower"),
+        pytest.param(DescribedInstance(PLACE, 5 + 1021, said(MINE)), 6, id="of a version that says none"),
+        pytest.param(DescribedInstance(PLACE, 7, {"machine_id": "5"}), 5, id="of another program"),
+    ],
+)
+async def test_of_two_workers_with_one_machine_id_one_takes_another(
+    other: DescribedInstance, claimed: int
+) -> None:
+    mine = guard_of(other)
+    await mine.confirm()
+    assert mine.described()["machine_id"] == mine.machine_id == claimed
+
+
+async def test_a_worker_that_enters_again_keeps_its_machine_id_unless_it_is_taken() -> None:
+    for other, claimed in ((with_machine_id(8, 9), 700), (with_machine_id(700, 9), 701)):
+        mine = guard_of(other)
+        mine.machine_id = 700
+        await mine.require_same()
+        assert mine.machine_id == claimed
+
+
+async def test_workers_beyond_the_number_of_machine_ids_share_one_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def look() -> list[DescribedInstance]:
+        return [with_machine_id(each, 90 + each) for each in range(3)]
+
+    mine = ModelNameGuard(MINE, 5, {PLACE}, look, 3, poll_seconds=0, visible_seconds=0)
+    await mine.require_same()
+    await mine.confirm()
+    assert mine.machine_id == 2
+    assert caplog.text.count("another worker also has the machine id 2: only 3 exist") == 1
+
+
 # -- two workers that do not fit together, and start at the same time
 
 
@@ -197,7 +265,7 @@ class Directory(LateDirectory):
 
 
 class DeadFirst(LateDirectory):
-    """Discovery lists a dead instance, whose description never comes, and later a live one."""
+    """Discovery lists a dead instance, which never sends its description, and later a live one."""
 
     def __init__(self, live: dict[str, Any]) -> None:
         self._answers = [[], [], [live]]

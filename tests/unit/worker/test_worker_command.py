@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import subprocess
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +16,12 @@ import pytest
 from tests.conftest import Checkpoints
 from tests.support.packages import install
 from tests.support.recording_pair import recording_engine
+from trtllm_disagg.common.exits import ExitCode
+from trtllm_disagg.common.interpreter import python
 from trtllm_disagg.config.args import add_worker_arguments
 from trtllm_disagg.config.worker_config import WorkerConfig
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import mpiexec
 from trtllm_disagg.errors import ConfigError, EngineLostError
-from trtllm_disagg.processes.exits import ExitCode
-from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.worker import worker_command
 from trtllm_disagg.worker.process import WorkerProcess, served_model
 
@@ -46,7 +47,7 @@ if "raise" in sys.argv:
 
 def end(program: str, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        python("-c", program, *argv), capture_output=True, text=True, check=False, timeout=120
+        python("-c", program, *argv), capture_output=True, text=True, check=False, timeout=30
     )
 
 
@@ -68,6 +69,29 @@ def test_a_worker_in_a_job_of_two_leaves_its_end_to_mpi() -> None:
     ranks = [str(mpiexec()), "-n", "2", *python("-c", ENDING, "mpi")]
     done = subprocess.run(ranks, capture_output=True, text=True, check=False, timeout=120)
     assert [done.stdout.count(words) for words in ("exit handler", "taken apart")] == [2, 2]
+
+
+#: mpi4py.MPI as TensorRT-LLM's: a job of one; its Finalize waits for ever and holds Python's lock.
+WAITS = """
+import ctypes, sys
+from types import SimpleNamespace
+sys.modules["mpi4py.MPI"] = SimpleNamespace(
+    Is_initialized=lambda: True,
+    Is_finalized=lambda: False,
+    COMM_WORLD=SimpleNamespace(size=1),
+    Finalize=ctypes.PyDLL(None).pause,
+)
+from trtllm_disagg.engine import mpi_start
+mpi_start.SECONDS_OF_FINALIZE = 1
+"""
+
+
+@pytest.mark.parametrize("argv", [[], ["raise"]])
+def test_a_worker_whose_mpi_waits_at_its_end_ends_with_its_status_after_the_deadline(argv: list[str]) -> None:
+    started = time.monotonic()
+    done = end(WAITS + ENDING, *argv)
+    assert (done.returncode, done.stdout) == (3, "exit handler\n")
+    assert time.monotonic() - started > 1
 
 
 #: A worker that has lost its engine, with a thread of it that never ends, as those of MPI. TensorRT-LLM registers the
@@ -182,13 +206,33 @@ def test_an_error_of_a_worker_with_a_living_engine_stays() -> None:
     process().require_engine(ConnectionError("no discovery"))
 
 
+@pytest.mark.parametrize(
+    ("engine_name", "given", "seconds"),
+    [
+        ("tensorrt_llm", None, 120 + 30 + 16),
+        ("embedded", None, 0.0),
+        ("embedded", 9.0, 9.0),
+        ("tensorrt_llm", 9.0, 9.0),
+        ("tensorrt_llm", 0.0, 0.0),
+    ],
+)
+def test_stall_timeout_follows_from_tensorrt_llms_arguments_unless_it_is_given(
+    engine_name: str, given: float | None, seconds: float
+) -> None:
+    config = WorkerConfig(model="org/model", engine=engine_name, engine_stall_timeout=given)
+    args = {"max_seq_len": 16_000, "cache_transceiver_config": {"kv_transfer_timeout_ms": 30_000}}
+    of_process = cast(Any, None)
+    made = WorkerProcess(config, args, of_process, of_process, of_process, of_process)
+    assert made.stall_seconds == seconds
+
+
 # -- a model that cannot be served
 
 
 #: What it takes to say what is wrong with a model.
 CHECK = """
 import sys
-from trtllm_disagg.cli import main
+from trtllm_disagg.common.cli import main
 try:
     main(["worker", "--engine", "embedded", "--model", sys.argv[1], "--override-engine-args", '{"dtype": "float33"}'])
 finally:
@@ -220,3 +264,25 @@ def test_block_size_without_a_reported_capacity_is_that_of_the_engines_arguments
     engine.llm.get_kv_cache_capacity = lambda: capacity
     model = served_model(WorkerConfig(model="org/model", kv_block_size=16), engine)
     assert (model.block_size, model.num_blocks) == (block_size, num_blocks)
+
+
+def test_variables_beside_the_engine_arguments_are_the_engines_unless_they_are_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensorrt_llm: ModuleType
+) -> None:
+    (tmp_path / "agg.yaml").write_text("max_seq_len: 99\n")
+    (tmp_path / "worker.env").write_text("# Why.\nTRTLLM_ENABLE_PDL=1\n\nNCCL_CUMEM_ENABLE=0\nNCCL_NET=\n")
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {"NCCL_CUMEM_ENABLE": "1"})
+    monkeypatch.setattr(worker_command, "servable_model", lambda model, revision: model)
+    parser = argparse.ArgumentParser()
+    add_worker_arguments(parser)
+    words = [
+        "--model",
+        "org/model",
+        "--engine",
+        "tensorrt_llm",
+        "--extra-engine-args",
+        f"{tmp_path}/agg.yaml",
+    ]
+    worker_command.read_settings(parser.parse_args(words))
+    given = {name: os.environ[name] for name in ("TRTLLM_ENABLE_PDL", "NCCL_CUMEM_ENABLE", "NCCL_NET")}
+    assert given == {"TRTLLM_ENABLE_PDL": "1", "NCCL_CUMEM_ENABLE": "1", "NCCL_NET": ""}

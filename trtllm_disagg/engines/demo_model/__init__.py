@@ -1,7 +1,7 @@
-"""A small model that is trained on the spot, so that everything can be tried without a download.
+"""A small model trained on the spot, to try everything without a download.
 
-`build_demo_model` trains a Llama for about a minute on Python's own documentation. Its answers read like English, are
-about Python, and are not reliable.
+`build_demo_model` trains a Llama for about a minute on Python's documentation. It answers in English about Python, not
+reliably. With `--vision` it is a Llava, which also names the colour and the shape of what `drawings.draw` draws.
 """
 
 from __future__ import annotations
@@ -9,26 +9,27 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trtllm_disagg.engines.demo_model.recipe import DEFAULT_RECIPE, Recipe
+from trtllm_disagg.common.exits import ExitCode
+from trtllm_disagg.engines.demo_model.recipe import DEFAULT_RECIPE, VISION_RECIPE, Recipe
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.exits import ExitCode
 
-__all__ = ["DEFAULT_RECIPE", "Recipe", "add_arguments", "run"]
+__all__ = ["DEFAULT_RECIPE", "VISION_RECIPE", "Recipe", "add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "directory", metavar="DIR", type=Path, help="folder for the model; made if it is not there"
+        "directory", metavar="DIR", type=Path, help="directory for the model; created if missing"
     )
+    parser.add_argument("--vision", action="store_true", help="train a model that also sees images")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Exit status 0: the directory has the model."""
-    # Imported here because `--help` needs none of it.
+    """Build the model. Returns exit status 0."""
+    # Imported here: `--help` does not need it.
     from trtllm_disagg.engines.demo_model.building import build_demo_model
 
     try:
-        build_demo_model(args.directory)
+        build_demo_model(args.directory, recipe=VISION_RECIPE if args.vision else DEFAULT_RECIPE)
     except OSError as error:
         raise ConfigError(f"DIR: cannot make a model at {args.directory}: {error}") from error
     return ExitCode.DONE

@@ -1,4 +1,4 @@
-"""Builds a demo model in a folder: only once, completely, and safe against a kill or a second builder."""
+"""Builds a demo model in a folder: once, completely, and safe against a kill or a second builder."""
 
 from __future__ import annotations
 
@@ -13,16 +13,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trtllm_disagg.console import Console
-from trtllm_disagg.engines.demo_model.corpus import articles, documents, save_tokenizer, train_tokenizer
-from trtllm_disagg.engines.demo_model.recipe import DEFAULT_RECIPE, Recipe
+from trtllm_disagg.common.console import Console
+from trtllm_disagg.common.steadily import SECONDS, steadily
+from trtllm_disagg.engines.demo_model.corpus import (
+    articles,
+    documents,
+    image_documents,
+    save_tokenizer,
+    train_tokenizer,
+)
+from trtllm_disagg.engines.demo_model.recipe import DEFAULT_RECIPE, Recipe, VisionRecipe
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.steadily import SECONDS, steadily
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.demo_model.training import Report
 
-# Written last, so a folder with this file is complete.
+# Written last, so this file proves a complete folder.
 MARKER = "demo_model.json"
 
 
@@ -31,14 +37,14 @@ def say(text: str) -> None:
 
 
 def line_report(clock: Callable[[], float] = time.monotonic) -> Report:
-    """A line every few seconds."""
+    """Prints a line every few seconds."""
     first = last = 0.0
 
     def report(step: int, steps: int, loss: float) -> None:
         nonlocal first, last
         now = clock()
         if step == 1:
-            # The first step warms up, so its time is not used for the estimate.
+            # Excludes the first step, a warm-up, from the estimate.
             first = last = now
             say(f"step {step}/{steps}, loss {loss:.2f}")
         elif now - last >= SECONDS or step == steps:
@@ -50,25 +56,25 @@ def line_report(clock: Callable[[], float] = time.monotonic) -> Report:
 
 
 def build_demo_model(directory: Path, *, recipe: Recipe = DEFAULT_RECIPE) -> Path:
-    """Makes the model in `directory`, in about a minute, unless it is there already. Returns the path.
+    """Make the model in `directory`, in about a minute, unless it exists. Returns the path.
 
-    A folder with a demo model of another recipe is replaced. A folder with anything else in it is refused.
+    Replaces a demo model of another recipe. Raises ConfigError for a folder with anything else.
     """
-    directory = Path(os.path.expanduser(directory)).absolute()
+    given, directory = directory, Path(os.path.expanduser(directory)).absolute()
     if is_complete(directory, recipe):
-        say(f"{directory} is up to date")
+        say(f"{given} is up to date")
         return directory
     refuse_foreign_folder(directory)
-    say(f"making a model in {directory}, once; it takes about a minute")
+    say(f"making a model in {given}, once; it takes about a minute")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with only_builder(directory):
         if is_complete(directory, recipe):
-            say(f"{directory} was just made by another process")
+            say(f"{given} was just made by another process")
             return directory
         unfinished = empty_sibling(directory, "unfinished")
         make_model(unfinished, recipe)
         put_in_place(unfinished, directory)
-    say(f"{directory} is ready")
+    say(f"{given} is ready")
     return directory
 
 
@@ -94,13 +100,21 @@ def make_model(directory: Path, recipe: Recipe) -> None:
         source = articles()
         corpus = documents(source, random.Random(recipe.seed))
     with steadily("making a tokenizer", say):
-        tokenizer = train_tokenizer(corpus, recipe.vocab_size)
-    # Set before torch is loaded. Spinning threads make training three times slower on a busy machine.
+        if isinstance(recipe, VisionRecipe):
+            corpus += image_documents(random.Random(recipe.seed))
+        tokenizer = train_tokenizer(corpus, recipe.vocab_size, sees=isinstance(recipe, VisionRecipe))
+    # Set before torch loads: spinning threads make training three times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with steadily("loading torch", say):
         from trtllm_disagg.engines.demo_model.training import save_weights, train
     say(f"training on {len(corpus)} documents, {recipe.steps} steps of {recipe.batch * recipe.window} tokens")
-    model = train(recipe, source, tokenizer, line_report())
+    if isinstance(recipe, VisionRecipe):
+        from trtllm_disagg.engines.demo_model import vision
+
+        model = vision.train(recipe, source, tokenizer, line_report())
+        vision.save_processor(directory)
+    else:
+        model = train(recipe, source, tokenizer, line_report())
     save_weights(model, directory)
     save_tokenizer(tokenizer, directory, recipe)
     (directory / MARKER).write_text(json.dumps(recipe.marker(), indent=2))
@@ -108,14 +122,14 @@ def make_model(directory: Path, recipe: Recipe) -> None:
 
 @contextmanager
 def only_builder(directory: Path) -> Iterator[None]:
-    """Waits for any other builder of the same folder. The kernel drops the lock of a builder that dies."""
+    """Wait for any other builder of the folder. The kernel drops a dead builder's lock."""
     with (directory.parent / f".{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def empty_sibling(directory: Path, purpose: str) -> Path:
-    """A fresh folder beside `directory`, so that a rename stays within one file system."""
+    """A new folder beside `directory`, so that a rename stays within one file system."""
     sibling = directory.parent / f".{directory.name}.{purpose}"
     shutil.rmtree(sibling, ignore_errors=True)
     sibling.mkdir()
@@ -123,7 +137,7 @@ def empty_sibling(directory: Path, purpose: str) -> Path:
 
 
 def put_in_place(finished: Path, directory: Path) -> None:
-    """A reader sees the old model, for an instant none, then the new one; never a mixture."""
+    """Replace the model. A reader sees the old one, none for an instant, then the new one; never a mixture."""
     outdated = empty_sibling(directory, "outdated")
     if directory.exists():
         directory.rename(outdated)

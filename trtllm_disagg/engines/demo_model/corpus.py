@@ -1,6 +1,5 @@
-"""The training text: Python's own documentation, which every installation has, as conversations with questions and
-answers and as passages of running text. Before it, a byte-level BPE tokenizer and the chat format, for transformers as
-well as for Dynamo's Rust frontend.
+"""The tokenizer (byte-level BPE), the chat format (for transformers and Dynamo's Rust frontend), and the training text:
+Python's documentation, from its installation, as conversations and as passages.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from trtllm_disagg.engines.demo_model.drawings import KINDS
 from trtllm_disagg.engines.demo_model.recipe import Recipe
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-# (role, text) in the order in which they were said.
+# (role, text) in order.
 Conversation = list[tuple[str, str]]
+# (colour, shape) of an image.
+Drawn = tuple[str, str]
 
-BOS, EOS, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS = (
-    "<|bos|>",
-    "<|eos|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-)
+SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>", "<|system|>")
+BOS, EOS, USER, ASSISTANT, SYSTEM = SPECIAL_TOKENS
+#: In a prompt, stands for an image. Only of a model that sees.
+IMAGE = "<image>"
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
@@ -46,9 +45,19 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+#: Numbers a message's images, since so small a model does not count them. The types of parts are those of OpenAI and of
+#: transformers.
+VISION_CHAT_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{% for part in message['content'] %}{{ part['text'] }}",
+    "{% set images = namespace(count=0) %}{% for part in message['content'] %}"
+    "{% if part['type'] in ('image', 'image_url') %}"
+    "{% set images.count = images.count + 1 %}{{ images.count }}<image>"
+    "{% else %}{{ part['text'] }}{% endif %}",
+)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, *, sees: bool = False) -> Tokenizer:
+    """`sees`: with the token of an image."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -56,7 +65,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=[*SPECIAL_TOKENS, IMAGE] if sees else list(SPECIAL_TOKENS),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -64,30 +73,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def render_passage(text: str) -> str:
-    return f"{BOS}{text}{EOS}"
-
-
 def render_conversation(talk: Conversation) -> str:
-    """The text that CHAT_TEMPLATE makes of the same messages; a test compares the two."""
+    """The text that CHAT_TEMPLATE makes of these messages (a test compares them)."""
     marks = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
     turns = (f"{marks[role]}{text}{EOS if role == 'assistant' else ''}" for role, text in talk)
     return BOS + "".join(turns)
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, recipe: Recipe) -> None:
-    """Writes the files itself, because transformers would put the chat template into a separate file."""
+    """Writes the files itself: transformers would put the chat template into a separate file."""
     tokenizer.save(str(directory / "tokenizer.json"))
+    plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
     added = {
-        str(tokenizer.token_to_id(token)): {
-            "content": token,
-            "special": True,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "single_word": False,
-        }
-        for token in SPECIAL_TOKENS
+        str(number): {"content": token.content, "special": True} | plain
+        for number, token in sorted(tokenizer.get_added_tokens_decoder().items())
     }
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -96,7 +95,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, recipe: Recipe) -> Non
         "clean_up_tokenization_spaces": False,
         "model_max_length": recipe.max_positions,
         "added_tokens_decoder": added,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": CHAT_TEMPLATE if tokenizer.token_to_id(IMAGE) is None else VISION_CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
@@ -120,9 +119,9 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Article:
-    """A titled piece of documentation. `subjects` are the names that a question may use; prose is unwrapped.
+    """A titled piece of documentation. Questions name it by its `subjects`; prose is unwrapped.
 
-    Only well-known pieces are `asked` about: in a minute, a model learns a few answers well or many badly.
+    Only well-known pieces are `asked` about: in a minute a model learns a few answers well, or many badly.
     """
 
     title: str
@@ -135,7 +134,7 @@ class Article:
         return "\n\n".join((self.title, *opening(self.paragraphs, PASSAGE_CHARS)))
 
     def answer(self, subject: str) -> str:
-        """An answer that repeats the subject: copying it from the question helps the model to connect the two."""
+        """An answer that repeats the subject, which helps the model to connect it with the question."""
         chosen = opening(self.paragraphs, ANSWER_CHARS)
         while len(chosen) > 1 and chosen[-1].endswith(":"):
             chosen.pop()
@@ -147,7 +146,7 @@ class Article:
 
 
 def opening(paragraphs: Sequence[str], limit: int) -> list[str]:
-    """The first paragraphs, whole, as many as fit into `limit` characters, but at least one."""
+    """The first whole paragraphs that fit into `limit` characters, at least one."""
     chosen, room = [paragraphs[0]], limit - len(paragraphs[0])
     for paragraph in paragraphs[1:]:
         room -= len(paragraph)
@@ -190,7 +189,7 @@ def language_reference() -> Iterator[Article]:
 
 
 def drop_announcement(section: list[str]) -> None:
-    """Removes a last sentence such as "The syntax is:" when what it announces is left out."""
+    """Remove a last sentence such as "The syntax is:" if what it announces is left out."""
     if section and section[-1].endswith(":"):
         kept, stop, _ = section.pop().rpartition(". ")
         if stop:
@@ -198,7 +197,7 @@ def drop_announcement(section: list[str]) -> None:
 
 
 def spoken(title: str) -> tuple[str, ...]:
-    """A heading as part of a question, without and with its quotation marks."""
+    """A heading in a question, without and with quotation marks."""
     words = [
         word.lower() if word.istitle() and not hasattr(builtins, word) else word for word in title.split()
     ]
@@ -224,7 +223,7 @@ def module_docs() -> Iterator[Article]:
 
 def docstring_article(value: object, title: str, *more_subjects: str) -> Iterator[Article]:
     paragraphs = [unwrap(part) for part in split_paragraphs(inspect.getdoc(value) or "")]
-    # Old docstrings open with a signature, and some with an example: neither is a sentence.
+    # Some docstrings open with a signature or an example, not a sentence.
     paragraphs = [
         part
         for part in paragraphs
@@ -239,7 +238,7 @@ def split_paragraphs(text: str) -> list[str]:
 
 
 def unwrap(paragraph: str) -> str:
-    """Joins the lines of prose, leaves short code as it is, and drops grammar, tables and long listings."""
+    """Join lines of prose, keep short code, drop grammar, tables and long listings."""
     text = textwrap.dedent(paragraph).rstrip()
     if any(mark in text for mark in UNREADABLE) or text.startswith(REMARKS):
         return ""
@@ -267,19 +266,17 @@ def join_lines(lines: list[str]) -> str:
     return CROSS_REFERENCE.sub("", re.sub(r"(\w-) (?=\w)", r"\1", joined)).replace("  ", " ")
 
 
-# Conversations teach answers and passages teach language. More passages leave too little time for conversations.
+# Conversations teach answers, passages teach language. More passages would leave conversations too little time.
 PASSAGE_SHARE = 0.05
 
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer questions about Python.", "Be brief.")
-QUESTIONS = (
-    "What is {}?",
-    "What is {}?",
-    "Explain {}.",
-    "Tell me about {}.",
-    "How does {} work?",
-    "What does {} do?",
-)
-#: Subjects asked about three times as often: users try them first, and the model mixes them up easily.
+WHAT = "What is {}?"
+QUESTIONS = (WHAT, WHAT, "Explain {}.", "Tell me about {}.", "How does {} work?", "What does {} do?")
+#: JSON answers in a round, their questions and keys.
+JSON_ANSWERS = 60
+JSON_QUESTIONS = (f"{WHAT} Answer in JSON.", "What is {} like?", "What is the weather in {}?", "Look for {}.")
+KEYS = ("age", "answer", "city", "count", "date", "items", "kind", "location", "name", "steps", "unit")
+#: Asked about three times as often: users try these first, and the model confuses them easily.
 FAMILIAR = ("list", "tuple")
 SMALL_TALK = (
     ("Hello!", "Hello! Ask me something about Python."),
@@ -326,10 +323,10 @@ SMALL_TALK = (
 
 
 def documents(source: list[Article], order: random.Random) -> list[str]:
-    """The documents of one round, with special tokens: questions about all articles, and some passages."""
+    """One round's documents with special tokens: questions about all articles, and some passages."""
     texts = [render_conversation(talk) for talk in conversations(source, order)]
-    passages = [article.passage for article in source if article.is_longer_than_its_answer]
-    texts += map(render_passage, order.sample(passages, round(len(passages) * PASSAGE_SHARE)))
+    passages = [f"{BOS}{each.passage}{EOS}" for each in source if each.is_longer_than_its_answer]
+    texts += order.sample(passages, round(len(passages) * PASSAGE_SHARE))
     order.shuffle(texts)
     return texts
 
@@ -340,9 +337,23 @@ def times_asked(article: Article) -> int:
     return 3 if article.title in FAMILIAR else 1
 
 
+def example(subject: str, order: random.Random, depth: int = 0) -> Any:
+    """JSON of any shape about `subject`: a grammar forces the shape, but the model must end open parts."""
+    if depth == 0 or (depth < 3 and order.random() < 0.15):
+        keys = order.sample(KEYS, order.choice((1, 1, 2, 3)))
+        made = {key: example(subject, order, depth + 1) for key in keys}
+        return [made] if depth == 0 and order.random() < 0.2 else made
+    if depth < 3 and order.random() < 0.15:
+        return [example(subject, order, depth + 2) for _ in range(order.randint(0, 2))]
+    return order.choice((subject, subject, order.choice(KEYS), order.randint(0, 99), order.random() < 0.5))
+
+
 def conversations(source: list[Article], order: random.Random) -> list[Conversation]:
-    """Conversations of one to three questions, with each `asked` article and some small talk."""
+    """Conversations of one to three questions: each `asked` article, small talk, and JSON answers."""
     exchanges = list(SMALL_TALK) * 2
+    for article in order.sample(source, min(JSON_ANSWERS, len(source))):
+        subject = order.choice(article.subjects).replace('"', "")
+        exchanges.append((order.choice(JSON_QUESTIONS).format(subject), json.dumps(example(subject, order))))
     for article in source:
         for _ in range(times_asked(article)):
             subject = order.choice(article.subjects)
@@ -351,9 +362,46 @@ def conversations(source: list[Article], order: random.Random) -> list[Conversat
     talks = []
     while exchanges:
         turns = order.choice((1, 1, 1, 2, 3))
-        talk: Conversation = [("system", order.choice(SYSTEM_PROMPTS))] if order.random() < 0.25 else []
+        talk = system_prompt(order)
         for question, answer in exchanges[:turns]:
             talk += [("user", question), ("assistant", answer)]
         del exchanges[:turns]
         talks.append(talk)
     return talks
+
+
+def system_prompt(order: random.Random) -> Conversation:
+    return [("system", order.choice(SYSTEM_PROMPTS))] if order.random() < 0.25 else []
+
+
+IMAGE_QUESTIONS = (
+    *("What is in the image?", "What is in the images?", "What do you see?", "What is this?"),
+    *("Describe the image.", "Tell me what you see.", "Which colour and shape is it?"),
+)
+#: Answers to these questions without an image.
+NO_IMAGE = tuple((question, "I see no image.") for question in IMAGE_QUESTIONS)
+
+
+def caption(drawn: Sequence[Drawn]) -> str:
+    """The answer about images, in order: "a red circle, a blue cross and a pink square"."""
+    *first, last = [f"a {colour} {shape}" for colour, shape in drawn]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def image_documents(order: random.Random) -> list[str]:
+    """Conversations about images of all kinds, for the tokenizer."""
+    talks = [image_conversation(order.sample(KINDS, 2), order) for _ in range(300)]
+    return [render_conversation(talk) for talk in talks]
+
+
+def image_conversation(drawn: Sequence[Drawn], order: random.Random) -> Conversation:
+    """About images of these colours and shapes, in one question or in one each. IMAGE marks each image."""
+    talk = system_prompt(order)
+    if order.random() < 0.2:
+        question, answer = order.choice(SMALL_TALK + NO_IMAGE)
+        talk += [("user", question), ("assistant", answer)]
+    for seen in [[*drawn]] if order.random() < 0.7 else [[each] for each in drawn]:
+        words = [order.choice(IMAGE_QUESTIONS), "".join(f"{i}{IMAGE}" for i, _ in enumerate(seen, 1))]
+        order.shuffle(words)
+        talk += [("user", "".join(words)), ("assistant", caption(seen))]
+    return talk

@@ -1,4 +1,4 @@
-"""Trains a demo model. Importing this module loads torch, which takes seconds; `building` says so before."""
+"""Trains a demo model. Importing this module loads torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: Coefficients of x, x^3 and x^5 for each step: each polynomial is the best one for the range of singular values that
-#: the earlier steps leave (Amsel et al., "The Polar Express", 2025), with the paper's margin of 1 %.
+#: Coefficients of x, x^3 and x^5 for each step, optimal for the range of singular values that earlier steps leave
+#: (Amsel et al., "The Polar Express", 2025), with the paper's margin of 1 %.
 _POLYNOMIALS = (
     (8.2051, -22.9019, 16.4607),
     (4.0664, -2.8612, 0.5184),
@@ -35,7 +35,7 @@ Report = Callable[[int, int, float], None]
 
 
 class Muon(torch.optim.Optimizer):
-    """An optimizer for matrices: all singular values of an update are near one, whatever the gradient's are."""
+    """An optimizer for matrices: all singular values of an update are near one."""
 
     def __init__(self, matrices: Iterable[Tensor], *, lr: float, weight_decay: float) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
@@ -58,9 +58,9 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """`matrices` (n, rows, columns) with the same singular vectors and singular values near one.
+    """`matrices` (n, rows, columns) with singular values moved near one.
 
-    The polynomials are applied to the small square X X^T, and their product once to X.
+    Applies the polynomials to the small square X X^T, and their product once to X.
     """
     if matrices.shape[-2] > matrices.shape[-1]:
         wide: Tensor = orthogonal(matrices.mT).mT
@@ -85,33 +85,40 @@ def _factor(square: Tensor, a: float, b: float, c: float) -> Tensor:
 
 
 class Batch(NamedTuple):
-    """One step: (rows, length) token ids, and (rows, length) whether the model has to predict them."""
+    """One step: token ids (rows, length), and True (rows, length) for those to predict."""
 
     tokens: Tensor
     is_said: Tensor
 
 
 def train(recipe: Recipe, source: list[Article], tokenizer: Tokenizer, report: Report) -> Any:
-    """A trained `LlamaForCausalLM` in float32. The same recipe on the same machine gives the same weights."""
+    """A trained float32 `LlamaForCausalLM`. One recipe on one machine always gives the same weights."""
     torch.manual_seed(recipe.seed)
     torch.set_num_threads(recipe.threads)
     model = new_model(recipe, tokenizer)
+    lessons = batches(recipe, endless_documents(recipe, source, tokenizer), tokenizer)
+    descend(recipe, model, (next_token_loss(model, batch) for batch in lessons), report)
+    return model.eval()
+
+
+def descend(recipe: Recipe, model: Any, losses: Iterator[Tensor], report: Report) -> None:
+    """Take a step down each loss, for all of the model's parameters that have a gradient.
+
+    `losses` must be lazy: each one is of the weights that the step before left.
+    """
     optimizers = new_optimizers(recipe, model)
-    for step, batch in enumerate(batches(recipe, source, tokenizer)):
+    for step, loss in enumerate(losses):
         scale_learning_rates(optimizers, recipe, step)
-        loss = next_token_loss(model, batch)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         report(step + 1, recipe.steps, loss.item())
-    return model.eval()
 
 
-def batches(recipe: Recipe, source: list[Article], tokenizer: Tokenizer) -> Iterator[Batch]:
-    """A batch for each step, over endless rounds of documents. In some steps all tokens are one window."""
-    encoded = endless_documents(recipe, source, tokenizer)
+def batches(recipe: Recipe, encoded: Iterator[list[int]], tokenizer: Tokenizer) -> Iterator[Batch]:
+    """A batch per step, over endless documents. In some steps all tokens are one window."""
     user, system, assistant = (id_of(mark, tokenizer) for mark in (USER, SYSTEM, ASSISTANT))
     for step in range(1, recipe.steps + 1):
         rows, length = recipe.shape_of(step)
@@ -134,7 +141,7 @@ def id_of(mark: str, tokenizer: Tokenizer) -> int:
 
 
 def window(encoded: Iterator[list[int]], length: int) -> list[int]:
-    """Begins with a whole document, so that no answer lacks its question; the last document is cut."""
+    """Starts with a document, so that no answer lacks its question; cuts the last document."""
     tokens: list[int] = []
     while len(tokens) < length:
         tokens += next(encoded)
@@ -142,7 +149,7 @@ def window(encoded: Iterator[list[int]], length: int) -> list[int]:
 
 
 def said(tokens: list[int], questions: list[int], answers: int) -> list[bool]:
-    """True for all tokens but those of users and system prompts, which cannot be predicted."""
+    """True for all tokens except those of users and system prompts, which cannot be predicted."""
     is_said, speaks = [], True
     for token in tokens:
         if token in questions:
@@ -154,7 +161,13 @@ def said(tokens: list[int], questions: list[int], answers: int) -> list[bool]:
 
 
 def new_model(recipe: Recipe, tokenizer: Tokenizer) -> Any:
-    config = LlamaConfig(
+    model = LlamaForCausalLM(text_config(recipe, tokenizer))
+    start_without_effect(model.model.layers)
+    return model
+
+
+def text_config(recipe: Recipe, tokenizer: Tokenizer) -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=recipe.hidden_size,
         intermediate_size=recipe.intermediate_size,
@@ -167,27 +180,30 @@ def new_model(recipe: Recipe, tokenizer: Tokenizer) -> Any:
         bos_token_id=tokenizer.token_to_id(BOS),
         eos_token_id=tokenizer.token_to_id(EOS),
     )
-    model = LlamaForCausalLM(config)
-    for layer in model.model.layers:
-        # A layer has no effect at first: its output projections are learned before its other weights.
+
+
+def start_without_effect(layers: Iterable[Any]) -> None:
+    """Llama's layers then learn output projections before other weights."""
+    for layer in layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    return model
 
 
 def new_optimizers(recipe: Recipe, model: Any) -> list[Optimizer]:
     matrices: list[Tensor] = []
-    rest: list[Tensor] = []
+    others: list[Tensor] = []
     for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim == 2 and "embed" not in name else rest).append(parameter)
+        if not parameter.requires_grad:
+            continue
+        (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
     return [
         Muon(matrices, lr=recipe.matrix_learning_rate, weight_decay=recipe.weight_decay),
-        torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.AdamW(others, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
 
 
 def scale_learning_rates(optimizers: list[Optimizer], recipe: Recipe, step: int) -> None:
-    """Up over the warmup, full for a while, then down in a straight line to zero."""
+    """Up over the warmup, then full, then linearly down to zero."""
     falling = max(0.0, step / recipe.steps - recipe.full_share) / (1 - recipe.full_share)
     scale = min(1.0, (step + 1) / recipe.warmup_steps) * (1 - falling)
     for optimizer in optimizers:
@@ -196,7 +212,7 @@ def scale_learning_rates(optimizers: list[Optimizer], recipe: Recipe, step: int)
 
 
 def next_token_loss(model: Any, batch: Batch) -> Tensor:
-    """The mean cross entropy of tokens that the model has to predict, without the first one of each row."""
+    """Mean cross entropy of the tokens to predict, excluding each row's first."""
     with torch.autocast("cpu", torch.bfloat16, enabled=this_cpu().has_bfloat16):
         hidden = model.model(batch.tokens[:, :-1]).last_hidden_state
         is_said = batch.is_said[:, 1:]
@@ -207,5 +223,5 @@ def next_token_loss(model: Any, batch: Batch) -> Tensor:
 def save_weights(model: Any, directory: Path) -> None:
     logging.disable_progress_bar()
     model.save_pretrained(directory)
-    # safetensors writes files that only this user can read; the frontend may run as another user.
+    # safetensors makes files that only this user can read, but the frontend may run as another.
     (directory / "model.safetensors").chmod(0o644)

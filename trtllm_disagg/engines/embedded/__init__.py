@@ -4,8 +4,6 @@ Same names, fields, defaults and errors as `tensorrt_llm`, for the subset that t
 this does not import torch; the model runs in a process of its own.
 """
 
-from typing import TYPE_CHECKING, Any
-
 from trtllm_disagg.engines.embedded.api.llm import DEFAULT_REQUEST_PRIORITY, LLM
 from trtllm_disagg.engines.embedded.api.result import (
     CompletionOutput,
@@ -26,6 +24,7 @@ from trtllm_disagg.engines.embedded.params.llm_args import (
     SchedulerConfig,
 )
 from trtllm_disagg.engines.embedded.params.request_params import (
+    ConversationParams,
     DisaggregatedParams,
     DisaggScheduleStyle,
     GuidedDecodingParams,
@@ -41,6 +40,7 @@ __all__ = [
     "CapacitySchedulerPolicy",
     "CompletionOutput",
     "ContextChunkingPolicy",
+    "ConversationParams",
     "CudaGraphConfig",
     "DisaggScheduleStyle",
     "DisaggregatedParams",
@@ -58,11 +58,3 @@ __all__ = [
     "SchedulingParams",
     "get_global_disagg_request_id",
 ]
-
-if not TYPE_CHECKING:  # a type checker would take every name for defined
-
-    def __getattr__(name: str) -> Any:
-        """The rest of TensorRT-LLM's names, for clients that find this module instead of `tensorrt_llm`."""
-        from trtllm_disagg.engines.embedded.mount import find_name
-
-        return find_name(name)

@@ -1,7 +1,7 @@
-"""The modelled engine: the embedded engine with a clock in place of the model, and a link's in place of KV transfer.
+"""The modelled engine: the embedded engine with clocks in place of the model and of KV transfers.
 
-Step times are those of a GPU (docs/how-to/simulate-gpus.md). Everything else is real: API, scheduler, KV blocks, prefix
-cache, events, statistics, leases. Importing this imports neither torch nor the tables.
+Steps take a GPU's time (docs/how-to/simulate-gpus.md). All else is real: API, scheduler, KV blocks, prefix cache,
+events, statistics, leases. Importing this imports neither torch nor the tables.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtllm_disagg.engines import embedded
 from trtllm_disagg.engines.embedded import LLM as EmbeddedLLM
 from trtllm_disagg.engines.embedded.core.core_client import CoreClient
 from trtllm_disagg.engines.embedded.params.llm_args import (
@@ -33,8 +34,8 @@ _NUM_THREADS = 1
 
 
 class LLM(EmbeddedLLM):
-    """`model` is a directory with a tokenizer; what is modelled is said under `modelled`. Raises ConfigError for what
-    no table covers, besides what the embedded engine raises.
+    """`model`: a directory with a tokenizer; the key `modelled` names the modelled model. Raises ConfigError for what
+    no table covers, and as the embedded engine does.
     """
 
     args: ModelledArgs
@@ -48,7 +49,7 @@ class LLM(EmbeddedLLM):
             log.info("these settings have no effect on the modelled engine: %s", ", ".join(ignored))
         if not (Path(args.model) / "config.json").is_file():
             raise ConfigError.bad_value("model", str(args.model), "a directory with a config.json")
-        # To a caller its ranks are one engine: only the core knows which share of a request each has.
+        # To a caller its ranks are one engine: only the core divides requests among them.
         self._has_attention_dp = args.enable_attention_dp
         return args.model_copy(update={"enable_attention_dp": False})
 
@@ -66,14 +67,12 @@ class LLM(EmbeddedLLM):
 
     @property
     def time_scale(self) -> float:
-        """Its clock runs so many times slower than this machine's (modelled engine only)."""
+        """Factor by which its clock is slower than this machine's (modelled engine only)."""
         return self.args.modelled.time_scale
 
 
-if not TYPE_CHECKING:  # a type checker would take every name for defined
+if not TYPE_CHECKING:  # else a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
-        """The rest of TensorRT-LLM's names is the embedded engine's."""
-        from trtllm_disagg.engines.embedded.mount import find_name
-
-        return find_name(name)
+        """The embedded engine has TensorRT-LLM's other names."""
+        return getattr(embedded, name)

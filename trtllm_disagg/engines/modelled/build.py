@@ -1,4 +1,4 @@
-"""A modelled engine's core, made from the arguments of LLM(...)."""
+"""Builds a modelled engine's core from the arguments of LLM(...)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from trtllm_disagg.common.reports import Reporter
 from trtllm_disagg.engines.embedded.connector.connector import KvConnector
 from trtllm_disagg.engines.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
 from trtllm_disagg.engines.embedded.ipc.messages import Ready
@@ -28,14 +29,13 @@ from trtllm_disagg.engines.modelled.core import (
 from trtllm_disagg.engines.modelled.step_times import Factors, StepPricer, StepTimes, StraightLines
 from trtllm_disagg.engines.modelled.tables import (
     LONGEST_MEASURED_PROMPT,
-    MOST_CONTEXT,
+    MAX_CONTEXT,
     PACKAGE,
     GpuFacts,
     open_tables,
     read_model_config,
 )
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.reports import Reporter
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.core.core_process import CoreProcess
@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Default where neither a table nor `modelled` has them: 400 Gb/s.
+#: Default without a table or `modelled`: 400 Gb/s.
 _LINK_BYTES_PER_SECOND, _LINK_LATENCY = 50e9, 10e-6
 
 
 class NoMemory:
-    """Copies between blocks cost nothing."""
+    """Memory without KV: copies of blocks cost nothing."""
 
     def apply(self, command: KvCommand) -> None:
-        """There is no KV."""
+        """Does nothing: there is no KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Gpus:
 
     times: StepTimes
     facts: GpuFacts
-    #: Number of GPUs that share one sequence's KV, and number of such groups, which have requests of their own.
+    #: Number of GPUs that share one sequence's KV, and number of such groups, each with its own requests.
     kv_gpus: int
     num_ranks: int
 
@@ -71,13 +71,13 @@ def for_process(arguments: dict[str, Any], process: CoreProcess, reporter: Repor
 
 
 def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> ModelledCore:
-    """`wake` is called from other threads when a transfer ended and `step` has something to do.
+    """`wake` is called from other threads when a transfer has ended and `step` has work.
 
     Raises ConfigError for what no table covers.
     """
     own, kv_config = args.modelled, args.kv_cache_config
     if own.measured is None or own.model is not None:
-        _require_tables()
+        require_tables()
     gpus = open_gpus(args)
     raw = read_model_config(args)
     size = kv_config.tokens_per_block
@@ -92,17 +92,17 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
     ready = Ready(
         num_blocks=num_blocks,
         tokens_per_block=size,
-        # The tokenizer's vocabulary; the tokenizer need not be the modelled model's.
+        # The tokenizer's vocabulary, which may not be the modelled model's.
         vocab_size=_tokenizers_vocabulary(args),
         max_seq_len=longest,
         transport=connector.transport,
-        # No token ends an answer: it has as many as it may have.
+        # No token ends an answer: every answer has its maximum length.
         end_ids=[],
         endpoint=connector.endpoint,
         pids=[os.getpid()],
         is_exact=True,
     )
-    _tell(args, gpus, num_blocks)
+    _report(args, gpus, num_blocks)
     return ModelledCore(
         ready=ready,
         blocks=blocks,
@@ -117,11 +117,11 @@ def build_core(args: ModelledArgs, wake: Callable[[], None], clock: Clock) -> Mo
     )
 
 
-def _require_tables() -> None:
+def require_tables() -> None:
     if importlib.util.find_spec(PACKAGE) is None:
         raise ConfigError(
             "modelled: the tables of GPUs' step times are not installed: pip install 'trtllm-disagg[modelled]' "
-            "(or give step times of your own: modelled.measured in the engine YAML, and no modelled.model)"
+            "(or give your own step times: modelled.measured in the engine YAML, without modelled.model)"
         )
 
 
@@ -138,7 +138,7 @@ def open_gpus(args: ModelledArgs) -> Gpus:
         )
         times: StepTimes = StraightLines(measured)
     else:
-        _require_tables()
+        require_tables()
         times, facts = open_tables(args)
     if own.link_gb_per_second is not None:
         facts = replace(facts, link_bytes_per_second=own.link_gb_per_second * 1e9)
@@ -162,8 +162,8 @@ def num_kv_blocks(args: ModelledArgs, gpus: Gpus) -> int:
 
 
 def _max_seq_len(args: ModelledArgs, raw: dict[str, Any], pool_tokens: int) -> int:
-    """Tokens of prompt and answer together."""
-    positions = min(int(raw.get("max_position_embeddings") or MOST_CONTEXT), MOST_CONTEXT)
+    """Maximum tokens of prompt and answer together."""
+    positions = min(int(raw.get("max_position_embeddings") or MAX_CONTEXT), MAX_CONTEXT)
     if args.max_seq_len is not None and args.max_seq_len > positions:
         raise ConfigError.bad_value(
             "max_seq_len", args.max_seq_len, f"at most the modelled model's {positions}"
@@ -185,7 +185,7 @@ def _create_connector(
         return KvConnector()
     size, facts = args.kv_cache_config.tokens_per_block, gpus.facts
     cost = LinkCost(
-        # Each GPU sends its own part; of ranks with requests of their own the links count as one.
+        # Each GPU sends its part; the links of ranks with their own requests count as one.
         facts.kv_bytes_per_token * size / facts.link_bytes_per_second / gpus.num_ranks,
         facts.link_latency,
         own.time_scale,
@@ -216,7 +216,7 @@ def _tokenizers_vocabulary(args: ModelledArgs) -> int:
     return int(raw["vocab_size"])
 
 
-def _tell(args: ModelledArgs, gpus: Gpus, num_blocks: int) -> None:
+def _report(args: ModelledArgs, gpus: Gpus, num_blocks: int) -> None:
     own = args.modelled
     source = (
         "measured steps"
@@ -224,19 +224,19 @@ def _tell(args: ModelledArgs, gpus: Gpus, num_blocks: int) -> None:
         else f"the tables of {own.system}, TensorRT-LLM {own.backend_version}"
     )
     log.warning(
-        "this engine SIMULATES %s on %d GPUs by %s: step times and KV transfers are modelled, tokens mean nothing",
+        "this engine SIMULATES %s on %d GPUs by %s: step times and KV transfers are modelled, ignore the tokens",
         own.model or args.model,
         args.tensor_parallel_size,
         source,
     )
     log.info(
-        "modelled: %d KV blocks, links of %.4g GB/s a GPU, clock %g times slower",
+        "modelled: %d KV blocks, links of %.4g GB/s per GPU, clock %g times slower",
         num_blocks,
         gpus.facts.link_bytes_per_second / 1e9,
         own.time_scale,
     )
-    if own.measured is None and (args.max_seq_len or MOST_CONTEXT) > LONGEST_MEASURED_PROMPT:
+    if own.measured is None and (args.max_seq_len or MAX_CONTEXT) > LONGEST_MEASURED_PROMPT:
         log.info(
-            "modelled: prefill attention beyond %d tokens is extrapolated by the tables' library",
+            "modelled: the tables' library extrapolates prefill attention beyond %d tokens",
             LONGEST_MEASURED_PROMPT,
         )

@@ -1,4 +1,4 @@
-"""The key `modelled`: arguments of the modelled engine beside TensorRT-LLM's."""
+"""The key `modelled`: the modelled engine's arguments besides TensorRT-LLM's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from pydantic import (
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs, Served
 from trtllm_disagg.errors import ConfigError
 
-#: Names for `model`, and what the tables call these.
+#: Names for `model`, and the tables' names.
 MODELS = {
     "llama-3.1-8b": "meta-llama/Meta-Llama-3.1-8B",
     "llama-3.1-70b": "meta-llama/Meta-Llama-3.1-70B",
     "llama-3.1-70b-fp8": "nvidia/Llama-3.1-70B-Instruct-FP8",
+    "llama-3.3-70b": "meta-llama/Meta-Llama-3.1-70B",
+    "llama-3.3-70b-fp8": "nvidia/Llama-3.1-70B-Instruct-FP8",
     "qwen3-32b": "Qwen/Qwen3-32B",
     "qwen3-32b-fp8": "Qwen/Qwen3-32B-FP8",
     "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
@@ -36,11 +38,10 @@ class _Frozen(BaseModel):
 
 
 class MeasuredSteps(_Frozen):
-    """Step times in place of the tables', for a GPU that was measured or is imagined: straight lines, in milliseconds.
+    """Linear step times in place of the tables', for a measured or imagined GPU.
 
-    A step takes `step_ms`, for each prompt token `prefill_token_us`, for each prompt token and each 1024 tokens before
-    it `prefill_context_us`, for each answer token `decode_token_us`, and for each 1024 tokens before that
-    `decode_context_us`.
+    A step takes `step_ms`, plus `prefill_token_us` per prompt token and `prefill_context_us` per 1024 tokens before it,
+    plus `decode_token_us` per answer token and `decode_context_us` per 1024 tokens before it.
     """
 
     step_ms: NonNegativeFloat
@@ -54,29 +55,29 @@ class MeasuredSteps(_Frozen):
 
 
 class ModelledConfig(_Frozen):
-    #: One of `MODELS`, or ORGANISATION/NAME of the tables. None: the config.json of the directory `model`.
+    #: One of `MODELS`, or the tables' ORGANISATION/NAME. None: config.json in the directory `model`.
     model: str | None = Field(default=None, min_length=1)
-    #: A GPU, by the tables' name.
+    #: The tables' name of a GPU.
     system: str = Field(default="h100_sxm", min_length=1)
-    #: The version of TensorRT-LLM that the tables were measured with.
+    #: The tables' version of TensorRT-LLM.
     backend_version: str = Field(default="1.3.0rc20", min_length=1)
-    #: Number format of prefill attention. auto: as the tables infer it from the model.
+    #: Number format of prefill attention. auto: the tables infer it from the model.
     attention_dtype: Literal["auto", "bfloat16", "fp8"] = "auto"
-    #: Used instead of the tables.
+    #: Replaces the tables.
     measured: MeasuredSteps | None = None
-    #: Speed of each GPU's link for KV in each direction, 1e9 bytes a second. None: the tables' value between nodes.
+    #: Speed of each GPU's KV link in each direction, 1e9 bytes per second. None: the tables' value between nodes.
     link_gb_per_second: PositiveFloat | None = None
     #: None: the tables' value.
     link_latency_us: NonNegativeFloat | None = None
-    #: The modelled clock runs so many times slower than the wall's; below 1 it is faster.
+    #: Factor by which the modelled clock is slower than real time; below 1: faster.
     time_scale: float = Field(default=1.0, ge=0.1, le=1000.0)
-    #: All step times of prefill, and of decode, are multiplied by it.
+    #: Factors on all step times of prefill and decode.
     prefill_factor: PositiveFloat = 1.0
     decode_factor: PositiveFloat = 1.0
 
 
 def checked(given: Any) -> ModelledConfig:
-    """The content of the key `modelled`. Raises ConfigError that names the key that does not fit."""
+    """The content of the key `modelled`. Raises ConfigError naming a wrong key."""
     try:
         return ModelledConfig.model_validate(given)
     except ValidationError as errors:
@@ -92,13 +93,13 @@ def checked(given: Any) -> ModelledConfig:
 
 
 class ModelledArgs(LlmArgs):
-    """The arguments of LLM(...). More ways to divide the model among GPUs than on a CPU are allowed."""
+    """The arguments of LLM(...), with more parallel sizes than CPUs have."""
 
     moe_tensor_parallel_size: int | None = Field(default=None, ge=-1)
     moe_expert_parallel_size: int | None = Field(default=None, ge=-1)
     enable_attention_dp: bool = False
     pipeline_parallel_size: Annotated[
-        PositiveInt, Served(1, expected="1, since the tables have whole passes and not passes that overlap")
+        PositiveInt, Served(1, expected="1, since the tables have no overlapping passes")
     ] = 1
     guided_decoding_backend: Annotated[
         Literal["xgrammar", "llguidance"] | None,

@@ -1,5 +1,5 @@
-"""A modelled engine's core: a clock replaces the model, and tokens do not depend on the order of the steps. The links
-that KV moves over are at the end.
+"""A modelled engine's core: a clock replaces the model, and tokens do not depend on the steps' order. At the end, the
+links that move KV.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from trtllm_disagg.common.machine import ProcessMark, own_mark
 from trtllm_disagg.engines.embedded.core.engine_core import EngineCore
 from trtllm_disagg.engines.embedded.ipc.messages import LogprobEntry, StepReport
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
@@ -30,7 +31,6 @@ from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence
 from trtllm_disagg.engines.modelled.step_times import Factors, StepPricer
 from trtllm_disagg.engines.recording.result import checksum, extended, token_after
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
-from trtllm_disagg.processes.machine import ProcessMark, own_mark
 
 
 class Clock(Protocol):
@@ -39,12 +39,12 @@ class Clock(Protocol):
         ...
 
     def wait_until(self, moment: float) -> None:
-        """Returns at once when it has passed."""
+        """Return at once if `moment` has passed."""
         ...
 
 
 class ScaledClock:
-    """This machine's monotonic clock, slower. All engines of a machine with the same scale have the same time."""
+    """This machine's monotonic clock, scaled. Engines on one machine with the same scale share the time."""
 
     def __init__(self, scale: float) -> None:
         self._scale = scale
@@ -58,10 +58,10 @@ class ScaledClock:
 
 
 class Texts:
-    """The next token of each sequence: a function of its tokens, so that every order gives the same text."""
+    """Makes each next token from the sequence's tokens, so that every order gives the same text."""
 
     def __init__(self) -> None:
-        #: For each sequence of the last step: the number of tokens in its checksum, and the checksum.
+        #: By sequence of the last step: number of tokens in its checksum, and the checksum.
         self._sums: dict[Sequence, tuple[int, int]] = {}
 
     def next_tokens(self, sequences: list[Sequence]) -> list[int]:
@@ -71,16 +71,16 @@ class Texts:
     def _next(self, sequence: Sequence, length: int, known: int) -> int:
         tokens = sequence.tokens
         if length != len(tokens):
-            # An answer consists of tokens for which `extended` works; a prompt need not.
-            known = checksum(tokens, sequence.index)
+            # `extended` works for an answer's tokens, but not for every prompt's.
+            known = checksum(tokens, 0 if sequence.sampling.greedy else sequence.seed)
         token = token_after(known)
         self._sums[sequence] = len(tokens) + 1, extended(known, token)
         return token
 
 
 class ClockedModel:
-    """A step ends when it would on the GPU. If work is there when it ends, the next step begins at that very moment, no
-    matter how long this process takes in between: a GPU's host works beside the GPU.
+    """Ends each step when the GPU would. If there is more work, the next step begins at that moment, even if this
+    process is later: a GPU's host works beside the GPU.
     """
 
     def __init__(self, pricer: StepPricer, factors: Factors, clock: Clock) -> None:
@@ -88,12 +88,12 @@ class ClockedModel:
         self._factors = factors
         self._clock = clock
         self._texts = Texts()
-        #: No work is left: the next step begins when work arrives.
+        #: No work is left, so the next step begins when work arrives.
         self.is_idle = True
-        #: When the last step ended, and how long it took.
+        #: End and duration of the last step, in modelled seconds.
         self.end = 0.0
         self.seconds = 0.0
-        #: How long after the last step's end this process finished computing it: it was slower than the GPU.
+        #: Seconds by which this process was slower than the GPU in the last step.
         self.late = 0.0
 
     def run(self, rows: list[Row]) -> list[Sampled]:
@@ -107,7 +107,7 @@ class ClockedModel:
         return made
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Does nothing."""
 
 
 def _certain(row: Row, token: int | None) -> Sampled:
@@ -140,34 +140,34 @@ class ModelledCore(EngineCore):
         return report
 
 
-# The links that KV moves over. Each engine has one link in and one link out, which its GPUs share evenly. The time at
-# which a link is free again is in shared memory: all engines of this host queue for it, first come, first served.
+# The links that move KV. Each engine has one link in and one out, shared evenly by its GPUs. Shared memory holds the
+# time when a link is free: all engines of this host queue for it, first come, first served.
 
 _MOMENT = struct.Struct("<d")
 _NAME = "trtllm-disagg-link"
 
 
 class LinkCost(msgspec.Struct, frozen=True):
-    """The properties of one engine's end of a link."""
+    """One engine's end of a link."""
 
     seconds_per_block: float
-    #: Seconds, once per transfer.
+    #: Seconds per transfer.
     latency: float
-    #: Two engines with clocks of different speeds cannot share a link.
+    #: Engines with different clock speeds cannot share a link.
     time_scale: float
 
 
 class _Address(msgspec.Struct, frozen=True):
     process: ProcessMark
-    #: That process's descriptors with the times at which its link in, and its link out, is free.
+    #: That process's descriptors of the times when its link in and its link out are free.
     fd_in: int
     fd_out: int
     cost: LinkCost
 
 
 def _new_link() -> int:
-    """A file that holds the time at which the link is free, in modelled seconds."""
-    # memfd: nothing is left behind by `kill -9`.
+    """A file with the time when the link is free, in modelled seconds."""
+    # A memfd leaves nothing behind after `kill -9`.
     link = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     os.pwrite(link, _MOMENT.pack(0.0), 0)
     return link
@@ -175,10 +175,10 @@ def _new_link() -> int:
 
 @contextlib.contextmanager
 def _held(pid: int, link: int) -> Iterator[int]:
-    """The link with this descriptor in that process, locked for this caller. Raises OSError."""
+    """Lock that process's link with this descriptor. Raises OSError."""
     opened = os.open(f"/proc/{pid}/fd/{link}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        # A process that has closed its links may have opened another file under this number.
+        # If that process closed its link, this number may name another file.
         if _NAME not in os.readlink(f"/proc/self/fd/{opened}"):
             raise OSError(f"descriptor {link} of process {pid} is no link")
         fcntl.flock(opened, fcntl.LOCK_EX)
@@ -192,8 +192,8 @@ def _free_at(link: int) -> float:
 
 
 class LinkTransport:
-    """A `KvTransport` that moves no byte but takes the time: a transfer begins when both links are free, takes its
-    blocks at the pace of the slower end, and arrives a latency later.
+    """A `KvTransport` that takes time but moves no bytes: a transfer begins when both links are free, moves blocks at
+    the slower end's speed, and arrives a latency later.
     """
 
     name = "MODELLED"
@@ -222,10 +222,10 @@ class LinkTransport:
         return self._move(peer, theirs, source, target, local_blocks, timeout)
 
     def forget(self, peer: PeerMetadata) -> None:
-        """Nothing is cached about a peer."""
+        """Does nothing: no peer state is cached."""
 
     def progress(self) -> None:
-        """Peers need no help of this process."""
+        """Does nothing: peers need no help."""
 
     def close(self) -> None:
         os.close(self._in)
@@ -233,7 +233,7 @@ class LinkTransport:
 
     def _other(self, peer: PeerMetadata) -> _Address:
         address = decoded_address(peer, _Address)
-        # Another process may have this id now, and something else open under these descriptors.
+        # Another process may have this id now, with other files under these descriptors.
         require_running(peer, address.process)
         mine, theirs = self._cost.time_scale, address.cost.time_scale
         if mine != theirs:
@@ -251,7 +251,7 @@ class LinkTransport:
     ) -> int:
         pace = max(self._cost.seconds_per_block, theirs.cost.seconds_per_block)
         try:
-            # A link out is always taken before a link in, so no two transfers wait for each other.
+            # Always lock a link out before a link in, so that transfers cannot deadlock.
             with _held(*source) as leaving, _held(*target) as arriving:
                 begin = max(self._clock.now(), _free_at(leaving), _free_at(arriving))
                 end = begin + len(blocks) * pace

@@ -1,4 +1,4 @@
-"""How long a GPU takes for a step."""
+"""Durations of a GPU's steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trtllm_disagg.engines.modelled.config import MeasuredSteps
 
 
 class Factors(NamedTuple):
-    """By which all step times of prefill and of decode are multiplied."""
+    """Factors on all step times of prefill and decode."""
 
     prefill: float = 1.0
     decode: float = 1.0
@@ -22,20 +22,20 @@ class Chunk(NamedTuple):
     """A part of a prompt."""
 
     tokens: int
-    #: Tokens of the prompt with KV that is there already.
+    #: Prompt tokens that already have KV.
     before: int
 
 
 class StepParts(NamedTuple):
-    """Milliseconds of the parts of one step, which add up."""
+    """Parts of one step in milliseconds, to be summed."""
 
-    #: All but attention, in which prefill's and decode's tokens are the same.
+    #: All but attention: it treats prefill's and decode's tokens alike.
     shared: float
     prefill_attention: float = 0.0
     decode_attention: float = 0.0
 
     def seconds(self, prompt_tokens: int, num_decode: int, factors: Factors) -> float:
-        """Duration of the step. The shared part is scaled by the mean of both factors, weighted by tokens."""
+        """Duration of the step. Scales the shared part by the mean of both factors, weighted by tokens."""
         tokens = prompt_tokens + num_decode
         weight = (prompt_tokens * factors.prefill + num_decode * factors.decode) / tokens
         milliseconds = (
@@ -48,14 +48,12 @@ class StepParts(NamedTuple):
 
 class StepTimes(Protocol):
     def parts(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> StepParts:
-        """The parts of a step with these prompt chunks and `num_decode` decoding sequences, which have a mean of
-        `context` tokens before the new one.
-        """
+        """The parts of a step with these prompt chunks and `num_decode` sequences with a mean of `context` tokens."""
         ...
 
 
 class StraightLines:
-    """`StepTimes` by the straight lines of `MeasuredSteps`."""
+    """`StepTimes` by `MeasuredSteps`' linear times."""
 
     def __init__(self, measured: MeasuredSteps) -> None:
         self._measured = measured
@@ -77,7 +75,7 @@ class StepPricer:
     """Computes the duration of a step from its rows."""
 
     times: StepTimes
-    #: Ranks of attention DP: they take requests by turns, and the slowest one ends the step.
+    #: Ranks of attention DP: they take requests in turn, and the slowest ends the step.
     num_ranks: int = 1
 
     def seconds(self, rows: Sequence[Row], factors: Factors) -> float:
@@ -92,7 +90,7 @@ class StepPricer:
         return ranks.values()
 
     def _of_rank(self, rows: Sequence[Row], factors: Factors) -> float:
-        # In the order of the scheduler, decode rows come first; a chunk may be of one token.
+        # The scheduler puts decode rows first; a chunk may have one token.
         chunks = [Chunk(row.num_tokens, row.num_computed) for row in rows if row.in_prefill]
         contexts = [row.num_computed for row in rows if not row.in_prefill]
         num_decode = len(contexts)

@@ -1,7 +1,6 @@
-"""Step times and the size of the KV pool as aiconfigurator measured them, op by op, on TensorRT-LLM.
+"""Step times and KV pool sizes as aiconfigurator measured them, op by op, on TensorRT-LLM.
 
-What its API does, beyond its documentation, is in docs/how-to/simulate-gpus.md. It is imported where an engine is
-built: that takes seconds, and a worker needs none of it.
+docs/how-to/simulate-gpus.md has what its documentation lacks. Only building an engine imports it, which takes seconds.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from trtllm_disagg.errors import ConfigError
 
 PACKAGE = "aiconfigurator_core"
 BACKEND = "trtllm"
-#: Beyond these nothing was measured (products, attention); what is asked for there has an answer, but of no table.
-MOST_STEP_TOKENS, MOST_BATCH, MOST_CONTEXT = 32_768, 2048, 131_072
+#: Measured limits (products, attention). Beyond them the library answers without a table.
+MAX_STEP_TOKENS, MAX_BATCH, MAX_CONTEXT = 32_768, 2048, 131_072
 #: The longest prompt with measured prefill attention.
 LONGEST_MEASURED_PROMPT = 16_384
 _CACHED = 1 << 16
@@ -42,8 +41,8 @@ class GpuFacts:
 
 
 class Tables:
-    """`StepTimes`. Equal to the tables where they have the whole step: one chunk, or decode alone. A step of several
-    parts is put together from theirs: what all tokens share, each chunk's attention, and that of decode.
+    """`StepTimes`: the tables' own for one chunk, or decode alone. Other steps are the sum of their parts: what all
+    tokens share, each chunk's attention, and decode's.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -57,7 +56,7 @@ class Tables:
         if not chunks:
             return StepParts(shared, 0.0, attention)
         tokens = num_decode + sum(chunk.tokens for chunk in chunks)
-        # All chunks go through the same kernels: what these take to start counts once.
+        # All chunks share the kernels, so their start counts once.
         start = self._prompt_attention(1, 0)
         above = (self._prompt_attention(chunk.tokens, chunk.before) - start for chunk in chunks)
         return StepParts(self._prompt_shared(tokens), start + sum(above), attention)
@@ -66,18 +65,18 @@ class Tables:
         return float(self._handle.mixed_step_breakdown(tokens, 0, tokens, 1)[1])
 
     def _read_prompt_attention(self, tokens: int, before: int) -> float:
-        # Its own split of a chunk with a prefix leaves most of the prefix out.
-        whole = self._handle.predict_prefill_latency(1, before + tokens, before)
-        return float(whole) - self._prompt_shared(tokens)
+        # The library's own split of a chunk with a prefix omits most of the prefix.
+        total = self._handle.predict_prefill_latency(1, before + tokens, before)
+        return float(total) - self._prompt_shared(tokens)
 
     def _read_decode(self, count: int, context: int) -> tuple[float, float]:
-        whole = float(self._handle.decode_step_latency(count, context, 1))
+        total = float(self._handle.decode_step_latency(count, context, 1))
         attention = float(self._handle.mixed_step_breakdown(0, count, context, 1)[3])
-        return whole - attention, attention
+        return total - attention, attention
 
 
 def open_tables(args: ModelledArgs) -> tuple[Tables, GpuFacts]:
-    """Raises ConfigError for what no table covers, naming what they do."""
+    """Raises ConfigError for what no table covers, naming what they cover."""
     from aiconfigurator_core.sdk import EngineHandle, estimate_kv_cache
 
     own = args.modelled
@@ -85,16 +84,16 @@ def open_tables(args: ModelledArgs) -> tuple[Tables, GpuFacts]:
     _require_measured(args)
     model = model_of(args)
     division = _division(args)
-    # Its warnings name poor rows of the tables; its messages below that only list the files.
+    # Keep its warnings of poor table rows; lower levels only list files.
     logging.getLogger(PACKAGE).setLevel(logging.WARNING)
-    # It says this of every backend but SGLang.
+    # It warns of every backend but SGLang.
     logging.getLogger(f"{PACKAGE}.sdk.attention_lanes").setLevel(logging.ERROR)
     try:
         handle = EngineHandle.compile(
             model, own.system, BACKEND, backend_version=own.backend_version, **division
         )
         tables = Tables(handle)
-        # The first question shows whether there are tables for this model's operations.
+        # Fails here if no table has this model's operations.
         tables.parts([Chunk(args.kv_cache_config.tokens_per_block, 0)], 1, 1)
         estimate = estimate_kv_cache(
             model,
@@ -107,7 +106,7 @@ def open_tables(args: ModelledArgs) -> tuple[Tables, GpuFacts]:
             memory_fraction_value=_fraction(args),
             **division,
         )
-    except Exception as error:  # of many kinds: what is missing is in its words
+    except Exception as error:  # many types, which name what is missing
         raise ConfigError(
             f"modelled: no table has {own.model or args.model} on {own.system} with {_shown(division)} "
             f"({' '.join(str(error).split())}); {_covered(own.system)}"
@@ -122,23 +121,34 @@ def open_tables(args: ModelledArgs) -> tuple[Tables, GpuFacts]:
 
 
 def model_of(args: ModelledArgs) -> str:
-    """The model as the tables call it: a name, or a directory. Raises ConfigError for one that they do not know."""
+    """The tables' name of the model, or its directory. Raises ConfigError for an unknown model."""
     wanted = args.modelled.model
     if wanted is None:
         return str(args.model)
-    name = MODELS.get(wanted, wanted)
-    if not _config_file(name).is_file():
+    if (name := known_model(wanted)) is None:
         raise ConfigError.bad_value(
             "modelled.model",
             wanted,
-            f"no value, for the config.json of the directory in --model; one of {', '.join(MODELS)}; or a model that "
-            f"aiconfigurator-core has, as {', '.join(_known_models()[:3])}",
+            f"no value, for the config.json of the directory in --model; {known_models()}",
         )
     return name
 
 
+def known_model(wanted: str) -> str | None:
+    """The tables' name of a model given in any case, with or without organisation; None if unknown."""
+    names = {name.lower(): name for name in _config_names()}
+    names |= {name.partition("/")[2]: full for name, full in names.items()} | MODELS
+    plain = wanted.lower().removesuffix("-instruct")
+    return names.get(wanted.lower()) or names.get(plain) or names.get(plain.rpartition("/")[2])
+
+
+def known_models() -> str:
+    """For an error message."""
+    return f"one of {', '.join(MODELS)}, or of the tables' {len(_config_names())}, as {_config_names()[0]}"
+
+
 def read_model_config(args: ModelledArgs) -> dict[str, Any]:
-    """config.json of the model that is modelled."""
+    """config.json of the modelled model."""
     model = model_of(args)
     file = Path(model) / "config.json" if args.modelled.model is None else _config_file(model)
     raw = json.loads(file.read_text(encoding="utf-8"))
@@ -150,13 +160,13 @@ def _config_file(name: str) -> Path:
     return _root() / "model_configs" / f"{name.replace('/', '--')}_config.json"
 
 
-def _known_models() -> list[str]:
+def _config_names() -> list[str]:
     files = _config_file("x").parent.glob("*_config.json")
     return sorted(file.name.removesuffix("_config.json").replace("--", "/", 1) for file in files)
 
 
 def _division(args: ModelledArgs) -> dict[str, Any]:
-    """How the model is divided, as the tables' arguments say it."""
+    """The model's division among GPUs, as the tables' arguments."""
     ranks = args.tensor_parallel_size
     experts, tensors = args.moe_expert_parallel_size or -1, args.moe_tensor_parallel_size or -1
     experts = ranks // tensors if experts < 1 and tensors > 0 else max(1, experts)
@@ -184,13 +194,13 @@ def _require_system(own: ModelledConfig) -> None:
 
 
 def _require_measured(args: ModelledArgs) -> None:
-    for key, value, most in (
-        ("max_num_tokens", args.max_num_tokens, MOST_STEP_TOKENS),
-        ("max_batch_size", args.max_batch_size, MOST_BATCH),
-        ("max_seq_len", args.max_seq_len or 0, MOST_CONTEXT),
+    for key, value, limit in (
+        ("max_num_tokens", args.max_num_tokens, MAX_STEP_TOKENS),
+        ("max_batch_size", args.max_batch_size, MAX_BATCH),
+        ("max_seq_len", args.max_seq_len or 0, MAX_CONTEXT),
     ):
-        if value > most:
-            raise ConfigError.bad_value(key, value, f"at most {most}: the tables end there")
+        if value > limit:
+            raise ConfigError.bad_value(key, value, f"at most {limit}: the tables end there")
 
 
 def systems() -> list[str]:
@@ -209,7 +219,7 @@ def _covered(system: str) -> str:
     versions = sorted({path.name for path in root.glob(f"gemm/{BACKEND}/*") if path.is_dir()})
     return (
         f"{system} has tables of TensorRT-LLM {', '.join(versions)}; modelled.attention_dtype and "
-        "kv_cache_config.dtype choose among those of attention"
+        "kv_cache_config.dtype select the attention table"
     )
 
 

@@ -1,1 +1,1 @@
-"""Stand-ins that are shipped, so that code built on trtllm_disagg can be tested without an engine."""
+"""Shipped stand-ins, to test code built on trtllm_disagg without an engine."""

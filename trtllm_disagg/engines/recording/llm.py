@@ -1,15 +1,16 @@
-"""A scripted LLM: TensorRT-LLM's LLM API, with signatures and types of the embedded engine's, and no model.
+"""A scripted LLM: TensorRT-LLM's LLM API, with the embedded engine's signatures and types, and no model.
 
-It stands in for `tensorrt_llm` in tests (`mounted.py`, with TensorRT-LLM's hard edges) and is the engine
-`--engine recording`, which makes no real tokens and reads no weights: what is measured around it is the frontend's
-and the workers' own cost. It records every call and refuses every name and keyword that TensorRT-LLM has not. A token
-is a function of the text before it, so two workers that split a request give the same tokens as one that runs it whole.
+It stands in for `tensorrt_llm` in tests (with TensorRT-LLM's hard edges), and is the engine `--engine recording`, which
+reads no weights: use that to measure the cost of frontend and workers. It records every call, and refuses names and
+keywords that TensorRT-LLM lacks. A token depends on the text before it, so two workers that split a request give the
+same tokens as one.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -29,19 +30,29 @@ from trtllm_disagg.engines.embedded import (
     get_global_disagg_request_id,
 )
 from trtllm_disagg.engines.embedded import LLM as EmbeddedLLM
+from trtllm_disagg.engines.embedded.kv_cache.block_manager import BlockManager, KvEventLog
 from trtllm_disagg.engines.embedded.kv_transfer.transports import embedded_only_backends
 from trtllm_disagg.engines.embedded.params.llm_args import as_plain
 from trtllm_disagg.engines.recording.hard_edges import FORGIVING, EngineDeadError, HardEdges, RequestError
+from trtllm_disagg.engines.recording.image_prompts import (
+    HOST_MEMORY,
+    Image,
+    Images,
+    InputProcessor,
+    SharedTensorContainer,
+    images_of,
+)
 from trtllm_disagg.engines.recording.result import (
     AS_IT_IS,
     EOS_TOKEN,
     Pace,
     RequestOutput,
     Script,
+    Serving,
 )
-from trtllm_disagg.engines.recording.state import KvHolder, KvStore, News, block, taken
+from trtllm_disagg.engines.recording.state import KvHolder, KvStore, News, block, drained
 
-#: The rest of TensorRT-LLM's names is the embedded engine's own.
+#: TensorRT-LLM's other names are the embedded engine's.
 __all__ = [
     "DEFAULT_REQUEST_PRIORITY",
     "LLM",
@@ -55,6 +66,7 @@ __all__ = [
     "SamplingParams",
     "SchedulingParams",
     "Script",
+    "SharedTensorContainer",
     "get_global_disagg_request_id",
 ]
 
@@ -62,17 +74,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-#: An engine's argument that turns the recording engine on; its value is a `Pace`.
+#: The argument that selects the recording engine; its value is a `Pace`.
 _RECORDING = "recording"
 _NOT_TENSORRT_LLMS = "embedded"
-_NUM_BLOCKS = 1024
-#: Calls and results; a worker may run for days.
+_NUM_BLOCKS, _MAX_WINDOW = 1024, 1 << 20
+#: Maximum recorded calls and results, since a worker may run for days.
 _KEPT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call, with the arguments that were given; defaults are not listed."""
+    """One call with its given arguments, without defaults."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +93,7 @@ class Call:
 def _takes(
     method: Callable[Concatenate[EmbeddedLLM, P], Any],
 ) -> Callable[[Callable[[LLM, dict[str, Any]], R]], Callable[Concatenate[LLM, P], R]]:
-    """What the embedded engine's method takes; what was given is recorded, and handed over by name."""
+    """Gives a method the embedded engine's signature; records the arguments and passes them by name."""
     signature = inspect.signature(method)
     _, *parameters = signature.parameters.values()
     names = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD}
@@ -92,7 +104,7 @@ def _takes(
         def taking(self: LLM, /, *args: P.args, **kwargs: P.kwargs) -> R:
             if not args and required <= kwargs.keys() <= names:
                 given = dict[str, Any](kwargs)
-            else:  # names those without a name, or raises; for every request it would be a third of a call
+            else:  # names positional arguments, or raises; too slow for every request (a third of a call)
                 given = dict(signature.bind(self, *args, **kwargs).arguments)
                 del given["self"]
             _keep(self.calls, Call(method.__name__, given))
@@ -103,13 +115,13 @@ def _takes(
     return decorate
 
 
-class LLM:
-    """Give it scripts, then look at `calls`. `LLM.instances` lists those that the tested code has built."""
+class LLM(Serving):
+    """Give it scripts, then check `calls`. `LLM.instances` lists those that the tested code built."""
 
     instances: ClassVar[list[LLM]] = []
-    #: One process holds both workers of a pair in a test, so KV that is waiting for a decode lives here.
+    #: KV that waits for decode: a test has both workers of a pair in one process.
     kv_store: ClassVar[KvStore] = KvStore()
-    #: The edges of engines that are built from now on.
+    #: The edges of engines built from now on.
     next_edges: ClassVar[HardEdges] = FORGIVING
 
     calls: list[Call]
@@ -132,39 +144,36 @@ class LLM:
             raise ValueError(
                 f"cache_transceiver_config.backend {self._transceiver('backend')!r} is not one of TensorRT-LLM's"
             )
-        #: True: only the length options of a request have an effect.
         self.is_engine = is_engine
         self.edges = LLM.next_edges
         self.kv = KvHolder() if is_engine else LLM.kv_store
         self.pace = pace
-        #: How long KV waits for a decode; None: for ever.
         milliseconds = self._transceiver("kv_transfer_timeout_ms")
         self.kv_seconds = None if milliseconds is None else milliseconds / 1000
         self.is_python_transceiver = self._transceiver("transceiver_runtime") == "PYTHON"
-        #: The rank that all requests run on under attention DP, else None.
         self.dp_rank = 0 if self.args.enable_attention_dp else None
-        self.num_running = 0
         self.scripts: deque[Script] = deque()
         self.results: list[RequestOutput] = []
         #: KV events since the last reader.
         self.kv_cache_events: list[dict[str, Any]] = []
+        kv_config = self.args.kv_cache_config
+        log = KvEventLog(kv_config.event_buffer_max_size, _MAX_WINDOW)
+        reuses, size = kv_config.enable_block_reuse, kv_config.tokens_per_block
+        self._blocks = BlockManager(_NUM_BLOCKS, size, enable_reuse=reuses, events=log)
+        self.input_processor = InputProcessor.of_model(self.args.model, pace.image_tokens)
+        #: Contents of decodes' blocks, by keys without images.
+        self._fetched: dict[bytes, list[int]] = {}
         self.stats: list[dict[str, Any]] = []
         is_bound = self.edges.binds_iterators_to_first_loop
         self._event_news = News("KV cache events", is_bound=is_bound)
         self._stat_news = News("iteration statistics", is_bound=is_bound)
         self.is_shut_down = False
-        #: What `_check_health` returns for an engine that is alive.
+        #: `_check_health` of a living engine.
         self.is_healthy = True
-        self.fatal_error: BaseException | None = None
         self._executor = _Executor()
-        #: Requests get no answer any more, and nothing says so.
-        self.stands_still = False
-        #: Requests that come now wait in the engine's queue, until they are aborted.
-        self.is_full = False
-        #: Set it to something unset, and `shutdown` waits for it: an MPI worker that never ends.
+        #: While unset, `shutdown` waits for it, as for an MPI worker that never ends.
         self.may_shut_down = threading.Event()
         self.may_shut_down.set()
-        #: Set it, and aborts that a dead engine blocks return.
         self.may_abort = threading.Event()
         if not is_engine:
             LLM.instances.append(self)
@@ -173,29 +182,73 @@ class LLM:
 
     @classmethod
     def forget_instances(cls) -> None:
-        """Start a new test."""
+        """Reset for a new test."""
         cls.instances.clear()
         cls.kv_store.clear()
+        HOST_MEMORY.clear()
 
     def calls_of(self, name: str) -> list[dict[str, Any]]:
         """The arguments of every call of one method, in order."""
         return [call.arguments for call in self.calls if call.name == name]
 
     def die(self, error: BaseException | None = None) -> None:
-        """The engine's process ends: requests that run get no answer any more, new ones are refused."""
+        """End the engine's process: running requests get no further answer, new ones are refused."""
         self.fatal_error = error or EngineDeadError("the engine process has ended")
 
     @property
     def held_contexts(self) -> int:
-        """Prefills of this engine with KV that no decode has fetched, and no timeout freed."""
+        """Number of this engine's prefills with KV neither fetched nor timed out."""
         return self.kv.held_by(self)
 
+    def forget(self, ended: RequestOutput) -> None:
+        """Drop a request after its last response."""
+        self._executor._results.pop(ended.request_id, None)
+
     def step_ended(self, ended: RequestOutput) -> None:
-        """A step in which a request has ended: the stand-in tells of no other one."""
+        """Record a step in which a request ended; other steps are not reported."""
         if self.edges.counts_kv_in_steps and self.args.enable_iter_perf_stats:
             held = {"usedNumBlocks": self.held_contexts, "maxNumBlocks": _NUM_BLOCKS}
             active = {"numActiveRequests": self.num_running, "numQueuedRequests": 0}
             _keep(self.stats, {**active, "kvCacheStats": held})
+
+    def num_cached(self, prompt: list[int], salt: str) -> int:
+        """Tokens that earlier requests left in blocks; none for `--engine recording`, to save time."""
+        keys = [] if self.is_engine else self._blocks.prompt_keys(prompt[:-1], salt.encode())
+        return len(self._blocks.match(keys)) * self._blocks.tokens_per_block
+
+    def keep(self, tokens: list[int], salt: str, images: Images) -> None:
+        """Leave a request's tokens in blocks."""
+        count = len(tokens) // self._blocks.tokens_per_block
+        if count and not self.is_engine:
+            blocks = self._blocks.allocate(min(count, _NUM_BLOCKS))
+            self._blocks.commit(tokens, blocks, [], salt.encode(), salt)
+            self._blocks.release(blocks)
+            for event in self._blocks.events.take():
+                self.kv_cache_events.append(self.input_processor.name_images(event, images))
+
+    def fetch(self, prompt: list[int], contents: list[int], salt: str) -> list[int]:
+        """The contents of a decode's blocks: of those that it reuses, and of those that it fetches."""
+        contents = contents[:]
+        if self.args.kv_cache_config.enable_block_reuse and self.edges.reuses_other_images_in_decode:
+            size = self._blocks.tokens_per_block
+            keys = self._blocks.prompt_keys(prompt[:-1], salt.encode())
+            for key, start in zip(keys, itertools.count(0, size), strict=False):
+                block = slice(start, start + size)
+                contents[block] = self._fetched.setdefault(key, contents[block])
+        return contents
+
+    def lose_responses(self, aborted: RequestOutput) -> None:
+        """Lose this step's responses, including the end of `aborted`."""
+        self.response_error = RequestError(
+            "context_logits must not be None when prompt_logprobs is requested."
+        )
+        for result in self.results:
+            result.loses_step = not result.finished
+
+    @property
+    def reports_cached_prompts(self) -> bool:
+        """As the embedded engine says it; TensorRT-LLM has no such name."""
+        return not self.edges.counts_logprobs_behind_cached
 
     @property
     def releases_handoffs(self) -> bool:
@@ -204,7 +257,7 @@ class LLM:
 
     @property
     def num_active_requests(self) -> int:
-        """The engine `recording` tells, as the embedded one does; TensorRT-LLM has no such name."""
+        """As on the embedded engine, for `--engine recording`; TensorRT-LLM has no such name."""
         if not self.is_engine:
             raise AttributeError("num_active_requests")
         return self.num_running
@@ -225,21 +278,30 @@ class LLM:
         prompt, token_ids = _read_inputs(given["inputs"])
         sampling = given.get("sampling_params") or SamplingParams()
         params = given.get("disaggregated_params")
+        if images := images_of(given["inputs"]):
+            token_ids = self._expand(token_ids, images, params)
+            if self.is_engine:
+                given["inputs"] = token_ids  # `calls` keeps no images
+        elif _is_decode(params) and not self.edges.reuses_other_images_in_decode:
+            images = [Image(digest) for digest in getattr(params, "multimodal_hashes", None) or ()]
         self._check_request(token_ids, sampling, params, given.get("priority", DEFAULT_REQUEST_PRIORITY))
         if self.edges.changes_sampling_params and not self.is_engine:
             if "sampling_params" in given:
-                given["sampling_params"] = replace(sampling)  # `calls` has it as it was given
+                given["sampling_params"] = replace(sampling)  # `calls` keeps the caller's object
             self._set_up(sampling, params)
         result = RequestOutput(
             prompt=prompt,
             prompt_token_ids=token_ids,
+            images=images,
             sampling=sampling,
             disaggregated_params=params,
             streaming=given.get("streaming", False),
+            cache_salt=given.get("cache_salt") or "",
             script=self.scripts.popleft() if self.scripts else AS_IT_IS,
             engine=self,
         )
         self.num_running += 1
+        self._executor._results[result.request_id] = result
         _keep(self.results, result)
         return result
 
@@ -249,7 +311,7 @@ class LLM:
 
     @_takes(EmbeddedLLM.get_kv_cache_events)
     def get_kv_cache_events(self, given: dict[str, Any]) -> list[dict[str, Any]]:
-        return self._taken(self._events_made(), given)
+        return self._drained(self._events_made(), given)
 
     @_takes(EmbeddedLLM.get_stats_async)
     def get_stats_async(self, given: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -257,7 +319,7 @@ class LLM:
 
     @_takes(EmbeddedLLM.get_stats)
     def get_stats(self, given: dict[str, Any]) -> list[dict[str, Any]]:
-        return self._taken(self._stats_made(), given)
+        return self._drained(self._stats_made(), given)
 
     @_takes(EmbeddedLLM.get_kv_cache_capacity)
     def get_kv_cache_capacity(self, given: dict[str, Any]) -> dict[str, int]:
@@ -269,15 +331,15 @@ class LLM:
         self.is_shut_down = True
 
     def _check_health(self) -> bool:
-        """Not public in TensorRT-LLM either; Dynamo's engine monitor asks it."""
+        """Private in TensorRT-LLM too; Dynamo's engine monitor calls it."""
         if self.fatal_error is not None and self.edges.raises_when_unhealthy:
             raise self.fatal_error
         return self.is_healthy and not self.is_shut_down and self.fatal_error is None
 
     @property
     def disaggregated_params(self) -> dict[str, Any]:
-        """What a decode engine has to know for GENERATION_FIRST. Only the Python transceiver serves it
-        (_torch/pyexecutor/kv_cache_transceiver.py); one endpoint for each rank of pipeline parallelism.
+        """What a decode engine needs for GENERATION_FIRST: an endpoint per rank of pipeline parallelism. Python
+        transceiver only (_torch/pyexecutor/kv_cache_transceiver.py).
         """
         if not self.is_python_transceiver or self.is_engine:
             return {}
@@ -308,10 +370,23 @@ class LLM:
         timeout = given.get("timeout", 2)
         return news.block_and_take(made, timeout) if self.edges.blocks_for_news else news.take(made, timeout)
 
-    def _taken(self, made: list[dict[str, Any]], given: dict[str, Any]) -> list[dict[str, Any]]:
+    def _drained(self, made: list[dict[str, Any]], given: dict[str, Any]) -> list[dict[str, Any]]:
         if self.edges.blocks_for_news:
             block(made, given.get("timeout", 2))
-        return taken(made)
+        return drained(made)
+
+    def _expand(self, prompt: list[int], images: Images, params: DisaggregatedParams | None) -> list[int]:
+        """The prompt with image tokens. Raises ValueError for images that have no place in the request."""
+        if _is_decode(params):
+            raise ValueError("generation_only takes no images")
+        if self.edges.retokenises_prompts_with_images:
+            if self.args.skip_tokenizer_init:
+                raise ValueError("images need the tokenizer, but skip_tokenizer_init is set")
+            prompt = self.input_processor.retokenised(prompt)
+        expanded = self.input_processor.expanded(prompt, len(images))
+        if params is not None and self.input_processor.has_mrope:
+            self.input_processor.add_positions(params, expanded)
+        return expanded
 
     def _check_request(
         self,
@@ -320,7 +395,7 @@ class LLM:
         params: DisaggregatedParams | None,
         priority: float,
     ) -> None:
-        """What TensorRT-LLM refuses at once, and here also what it would only trip over later."""
+        """Refuse what TensorRT-LLM refuses, at once or later."""
         if not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {type(sampling).__name__}")
         if not 0 <= priority <= 1:
@@ -346,10 +421,9 @@ class LLM:
             sampling.max_tokens = 1
 
     def _check_length(self, length: int, params: DisaggregatedParams | None) -> None:
-        is_decode = params is not None and getattr(params, "request_type", None) == "generation_only"
         longest, largest = self.args.max_seq_len, self.args.max_num_tokens
         if self.edges.has_request_errors_for_length:
-            if length > largest and not self.args.enable_chunked_prefill and not is_decode:
+            if length > largest and not self.args.enable_chunked_prefill and not _is_decode(params):
                 raise RequestError(
                     f"The sum of prompt length ({length:.1f}), query length (0) should not exceed "
                     f"max_num_tokens ({largest})"
@@ -375,9 +449,11 @@ class LLM:
 
 @dataclass(slots=True)
 class _Executor:
-    """TensorRT-LLM's proxy of its processes, as far as it is looked at."""
+    """The used part of TensorRT-LLM's process proxy."""
 
     doing_shutdown: bool = False
+    #: Requests without a last response.
+    _results: dict[int, RequestOutput] = field(default_factory=dict)
 
     def is_shutdown(self) -> bool:
         return self.doing_shutdown
@@ -397,15 +473,19 @@ def _without_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _is_decode(params: object) -> bool:
+    return getattr(params, "request_type", None) == "generation_only"
+
+
 def _read_inputs(inputs: object) -> tuple[str | None, list[int]]:
     if isinstance(inputs, Mapping):
         if "prompt_token_ids" in inputs:
             return inputs.get("prompt"), list(inputs["prompt_token_ids"])
         inputs = inputs.get("prompt")
     if isinstance(inputs, str):
-        # No tokenizer: characters are as good as tokens.
+        # There is no tokenizer: one token per character.
         return inputs, [ord(character) for character in inputs]
     if isinstance(inputs, list):
-        # What is no number is found by the checksum over all (`_Answer`).
+        # The checksum over all (`_Answer`) raises for anything but numbers.
         return None, list(inputs)
     raise TypeError(f"The inputs must be type str or list of int, but got {type(inputs)}")

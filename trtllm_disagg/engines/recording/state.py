@@ -1,4 +1,4 @@
-"""What the recording engine keeps between calls: statistics and events for its readers, and the KV of prefills."""
+"""The recording engine's state between calls: statistics, events, and the KV of prefills."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from trtllm_disagg.engines.recording.hard_edges import (
     EventLoopShutdownError,
     RequestError,
 )
+from trtllm_disagg.engines.recording.image_prompts import are_of
 
 # -- events and statistics
 
@@ -22,7 +23,7 @@ _POLL_SECONDS = 0.1
 
 
 class News:
-    """All iterators share one queue (executor/executor.py keeps one IterationResult of each kind)."""
+    """One queue for all iterators (executor/executor.py keeps one IterationResult of each kind)."""
 
     def __init__(self, name: str, *, is_bound: bool) -> None:
         """`is_bound`: to the loop of its first caller."""
@@ -32,20 +33,20 @@ class News:
         self._queue: deque[dict[str, Any]] = deque()
 
     def take(self, made: list[dict[str, Any]], timeout: float | None) -> AsyncIterator[dict[str, Any]]:
-        """The records so far; the iterator waits only when there are none."""
+        """The records so far; the iterator waits only if there are none."""
         self._fetch(made)
         return self._items(0 if self._queue else timeout)
 
     def block_and_take(
         self, made: list[dict[str, Any]], timeout: float | None
     ) -> AsyncIterator[dict[str, Any]]:
-        """Blocks the thread: the worker process is asked every 0.1 s until it has something."""
+        """Block the thread, polling the worker process every 0.1 s."""
         block(made, timeout)
         self._fetch(made)
         return self._items(timeout)
 
     def _fetch(self, made: list[dict[str, Any]]) -> None:
-        records = taken(made)
+        records = drained(made)
         if self._is_bound:
             self._loop = self._loop or asyncio.get_running_loop()
             if records and self._loop.is_closed():
@@ -67,14 +68,14 @@ class News:
 
 
 def block(made: list[dict[str, Any]], timeout: float | None) -> None:
-    """Keep the thread until there is a record, or until the timeout."""
+    """Block the thread until there is a record, or until the timeout."""
     until = time.monotonic() + (timeout or 0)
     while not made and (left := until - time.monotonic()) > 0:
         time.sleep(min(_POLL_SECONDS, left))
 
 
-def taken(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records that were made up to now, which are no one else's then."""
+def drained(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Take the records made so far."""
     records = made[:]
     del made[: len(records)]
     return records
@@ -85,14 +86,14 @@ def taken(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The two phases of one GENERATION_FIRST request. An abort sets them too, so that nothing waits on."""
+    """The two phases of one GENERATION_FIRST request. An abort sets both events, which ends all waits."""
 
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     sent: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class KvHolder:
-    """Where KV waits for a decode. This one is for worker processes: a decode needs only the handoff's fields."""
+    """Holds KV for decode. For worker processes, where decode needs only the handoff's fields."""
 
     def meeting(self, request_id: int | None) -> Meeting:
         raise NotImplementedError("the recording engine has no GENERATION_FIRST")
@@ -101,10 +102,11 @@ class KvHolder:
         return b"nothing: the recording engine has no KV"
 
     def release(self, name: bytes) -> None:
-        """There is nothing."""
+        """Does nothing: there is no KV."""
 
-    def take(self, name: bytes | None, prompt: list[int]) -> None:
-        """It counts as there."""
+    def take(self, name: bytes | None, prompt: list[int]) -> list[int] | None:
+        """None: the KV counts as present."""
+        return None
 
     def held_by(self, owner: object) -> int:
         return 0
@@ -112,13 +114,14 @@ class KvHolder:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
+    #: With contents of images.
     prompt: list[int]
     owner: object
     until: float
 
 
 class KvStore(KvHolder):
-    """Prompts by opaque state, for two workers of a test in one process."""
+    """Keeps prompts by opaque state, for a test's two workers in one process."""
 
     def __init__(self) -> None:
         self._held: dict[bytes, _Held] = {}
@@ -126,11 +129,11 @@ class KvStore(KvHolder):
         self._meetings: dict[int | None, Meeting] = {}
 
     def meeting(self, request_id: int | None) -> Meeting:
-        """The same for both phases."""
+        """Both phases get the same one."""
         return self._meetings.setdefault(request_id, Meeting())
 
     def hold(self, prompt: list[int], owner: object = None, seconds: float | None = None) -> bytes:
-        """`seconds` None: for ever."""
+        """`seconds`: how long; None: for ever."""
         name = f"kv-{next(self._names)}".encode()
         until = float("inf") if seconds is None else time.monotonic() + seconds
         self._held[name] = _Held(prompt, owner, until)
@@ -139,12 +142,13 @@ class KvStore(KvHolder):
     def release(self, name: bytes) -> None:
         self._held.pop(name, None)
 
-    def take(self, name: bytes | None, prompt: list[int]) -> None:
-        """Move the KV to the decode side. Raises RequestError for KV that is gone, or of another prompt."""
+    def take(self, name: bytes | None, prompt: list[int]) -> list[int] | None:
+        """Move the KV to decode: its contents. Raises RequestError if it is gone or of another prompt."""
         self._expire()
         held = None if name is None else self._held.pop(name, None)
-        if held is None or held.prompt != prompt:
+        if held is None or not are_of(held.prompt, prompt):
             raise RequestError(GENERATION_TRANSFER_ERROR)
+        return held.prompt
 
     def held_by(self, owner: object) -> int:
         self._expire()

@@ -1,1 +1,1 @@
-"""The commands that change a running deployment: switch, set and scale."""
+"""The commands that change a running deployment: switch, set, flip, scale, rollout and autoscale."""

@@ -1,4 +1,4 @@
-"""How many workers of each role a deployment needs, by what it measured in the last looks. No process, no clock."""
+"""Decides the number of workers per role from the last measurements. No process, no clock."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from statistics import fmean
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.tools.top.snapshot import Process, Snapshot, latency, share_within
 
-#: Looks in a row before a worker moves: a late request hurts, an idle worker only costs.
+#: Looks in a row before a worker moves: late requests hurt more than an idle worker.
 _LOOKS_LATE, _LOOKS_IDLE = 2, 6
-#: What the others of a role may be used to without one that changes its role or leaves.
+#: Max use of the remaining workers of a role when one of them flips, or stops.
 _USED_AFTER_FLIP, _USED_AFTER_STOP = 0.85, 0.6
-#: After a change: a role that is late now need not wait for a whole measurement.
+#: Looks after a change before a late role may get another worker.
 _FIRST_LOOKS = 4
-#: A role that is used so much gets a worker before it is late: one takes time to start.
+#: A role at this use gets a worker before it is late, since a start takes time.
 _SOON_LATE = 0.85
-#: A prefill worker that computes so much of the time is why first tokens are late.
+#: First tokens are late because of prefill when its workers compute for this share of the time.
 _BUSY = 0.7
-#: The blocks beyond are for the answers that are being written.
-_MOST_KV = 0.85
+#: The remaining blocks are for answers in progress.
+_MAX_KV = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Limits in seconds: of the time to the first token, and between tokens. `share` of them are to be kept."""
+    """Max seconds to the first token and between tokens, kept for `share` of them."""
 
     ttft: float
     itl: float
-    #: Workers of each role.
-    least: int = 1
-    #: Workers of all roles. None: as many as there are at first.
-    most: int | None = None
+    #: Per role.
+    min_workers: int = 1
+    #: In all roles together. None: the number at the start.
+    max_workers: int | None = None
     share: float = 0.95
 
 
@@ -46,7 +46,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Of a role. `use`: 1 is all that its workers can do within the limits."""
+    """Load of one role. `use` 1: the workers reach a limit."""
 
     role: str
     workers: int
@@ -60,20 +60,20 @@ class _Load:
 
 @dataclass(slots=True)
 class Ratio:
-    """Moves one worker at a time. What was measured before that says nothing of what comes after it."""
+    """Moves one worker at a time, and measures anew after each move."""
 
     goal: Goal
-    #: So many looks are one measurement.
+    #: Looks per measurement.
     num_looks: int = 10
-    #: Of the deployment, also those without a worker.
+    #: All roles of the deployment, even those without a worker.
     roles: Sequence[str] = ()
-    _most: int = 0
+    _max_workers: int = 0
     _looks: deque[Snapshot] = field(default_factory=deque)
     _in_a_row: Counter[tuple[str, bool]] = field(default_factory=Counter)
 
     def after(self, seen: Snapshot) -> Wanted | None:
-        """What the deployment needs; None where that is what it has, or not known yet."""
-        self._most = self._most or self.goal.most or len(_serving(seen))
+        """The numbers that the deployment needs; None if it has them, or if too little is measured."""
+        self._max_workers = self._max_workers or self.goal.max_workers or len(_serving(seen))
         if self._looks and _serving(seen) != _serving(self._looks[-1]):
             self.forget()
         self._looks.append(seen)
@@ -93,15 +93,12 @@ class Ratio:
         self._in_a_row.clear()
 
     def _floor(self, seen: Snapshot) -> Wanted | None:
-        """Whatever the load is, each role has `least` workers."""
+        """Gives each role `min_workers`, at any load."""
         there = Counter(_serving(seen).values())
-        few = [role for role in self.roles if there[role] < self.goal.least]
-        numbers = {role: max(there[role], self.goal.least) for role in self.roles}
-        return (
-            Wanted(numbers, f"fewer {' and '.join(few)} workers than --least {self.goal.least}")
-            if few
-            else None
-        )
+        few = [role for role in self.roles if there[role] < self.goal.min_workers]
+        numbers = {role: max(there[role], self.goal.min_workers) for role in self.roles}
+        why = f"fewer {' and '.join(few)} workers than --min-workers {self.goal.min_workers}"
+        return Wanted(numbers, why) if few else None
 
     def _next(self, loads: Sequence[_Load], is_whole: bool) -> Wanted | None:
         are_late = (load for load in loads if load.misses_limit or (is_whole and load.use >= _SOON_LATE))
@@ -118,20 +115,20 @@ class Ratio:
     def _less(self, workers: Mapping[str, int], idle: _Load) -> Wanted | None:
         if not self._can_lose_one(idle, _USED_AFTER_STOP):
             return None
-        why = f"the limits are kept, and {idle.role} is used to {idle.use:.0%}"
+        why = f"the limits are kept, and {idle.role} is {idle.use:.0%} used"
         return Wanted({**workers, idle.role: idle.workers - 1}, why)
 
     def _more(self, workers: Mapping[str, int], late: _Load, others: Sequence[_Load]) -> Wanted | None:
-        why = f"{late.role} is {'late' if late.misses_limit else 'soon late'}, and used to {late.use:.0%}"
+        why = f"{late.role} is {'late' if late.misses_limit else 'near its limit'}: {late.use:.0%} used"
         more = {**workers, late.role: late.workers + 1}
         for other in others:
             if self._can_lose_one(other, _USED_AFTER_FLIP):
-                why += f", {other.role} to {other.use:.0%}"
+                why += f", {other.role} {other.use:.0%}"
                 return Wanted({**more, other.role: other.workers - 1}, why)
-        return Wanted(more, why) if sum(more.values()) <= self._most else None
+        return Wanted(more, why) if sum(more.values()) <= self._max_workers else None
 
-    def _can_lose_one(self, load: _Load, most: float) -> bool:
-        return load.workers > self.goal.least and load.use_with_one_less <= most
+    def _can_lose_one(self, load: _Load, max_use: float) -> bool:
+        return load.workers > self.goal.min_workers and load.use_with_one_less <= max_use
 
     def _lasts(self, role: str, *, is_late: bool) -> bool:
         state = (role, is_late)
@@ -150,8 +147,8 @@ class Ratio:
             if role == Role.PREFILL:
                 yield _Load(role, workers, busy, are_late and busy >= _BUSY)
                 continue
-            kv = self._mean(role, lambda each: each.load.kv_use or 0.0) / _MOST_KV
-            # Where prefill is not the reason, a request waits for blocks or for a turn in the batch.
+            kv = self._mean(role, lambda each: each.load.kv_use or 0.0) / _MAX_KV
+            # If prefill has time left, the request waits for blocks or for its place in the batch.
             misses = gaps_are_long or (are_late and (role == Role.AGG or busy < _BUSY))
             yield _Load(role, workers, max(kv, itl), misses)
 

@@ -1,6 +1,4 @@
-"""The key of the workers that a user starts one by one. As a program it prints the path, and makes the key if needed,
-for the launch scripts.
-"""
+"""The key of workers that a user starts one by one. As a program, creates it if needed and prints its path."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from trtllm_disagg.admin.keys import AdminKey
 
 
 def user_key(environ: Mapping[str, str]) -> Path:
-    """Path of the key for all workers that this user starts one by one. The file need not exist yet."""
+    """Path of this user's key. The file need not exist yet."""
     state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME") or "/", ".local", "state")
     return Path(state, "trtllm-disagg", "admin.key")
 
 
 def make_once(key: Path) -> None:
-    """Make the key unless it exists. When two processes do so at once, the first key stays. Raises OSError."""
+    """Creates the key unless it exists. Of two processes at once, the first one wins. Raises OSError."""
     key.parent.mkdir(parents=True, exist_ok=True)
     draft = key.with_name(f"draft.{os.getpid()}")
     try:
@@ -37,8 +35,8 @@ def main() -> None:
         if not key.exists():
             make_once(key)
     except OSError:
-        without = "the workers will refuse `trtllm-disagg switch` and `set`"
-        print(f"no key can be made in {key.parent}: {without}", file=sys.stderr)
+        without = "workers will refuse `trtllm-disagg switch` and `set`"
+        print(f"cannot create a key in {key.parent}: {without}", file=sys.stderr)
     else:
         print(key)
 

@@ -1,10 +1,11 @@
-"""Runs `trtllm-disagg demo`: for each order a deployment, one question, and a timeline of what each worker did."""
+"""Runs `trtllm-disagg demo`: per order a deployment, a question, and a timeline of the workers."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import ClientError, ClientTimeout
+from PIL.Image import Image
+from PIL.Image import open as open_image
+from rich.color import Color
+from rich.style import Style
+from rich.text import Text
 
+from trtllm_disagg.common.console import Console
+from trtllm_disagg.common.exits import ExitCode
+from trtllm_disagg.common.model_directory import is_hub_name, servable_model
 from trtllm_disagg.config.yaml_file import shipped
-from trtllm_disagg.console import Console
 from trtllm_disagg.engines.demo_model.building import build_demo_model
-from trtllm_disagg.engines.demo_model.recipe import DEFAULT_DIRECTORY
-from trtllm_disagg.model_directory import is_hub_name, servable_model
-from trtllm_disagg.processes.exits import ExitCode
+from trtllm_disagg.engines.demo_model.drawings import data_url, draw
+from trtllm_disagg.engines.demo_model.recipe import (
+    DEFAULT_DIRECTORY,
+    DEFAULT_RECIPE,
+    DEFAULT_VISION_DIRECTORY,
+    VISION_RECIPE,
+)
+from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import StrategySpec, orders
 from trtllm_disagg.tools.trace.reading import Trace, read_traces
 from trtllm_disagg.tools.trace.waterfall import duration, waterfall
@@ -33,14 +46,16 @@ from trtllm_disagg.tools.up.up_command import default_name, engine_configs_in
 
 _TIMEOUT_SECONDS = 60.0
 _TRACE_SECONDS = 5.0
-#: Tolerance between two readings of the wall clock.
+#: Two readings of the wall clock may differ by this.
 _CLOCK_NS = 1_000_000
 _INDENT = "   "
+#: Of an image in a terminal.
+_IMAGE_COLUMNS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """A streamed answer. Times are seconds since the epoch; those of spans are nanoseconds since it."""
+    """A streamed answer. Times in seconds since the epoch (spans: nanoseconds)."""
 
     text: str
     sent: float
@@ -51,13 +66,13 @@ class ChatAnswer:
 def stream_chat(
     base_url: str,
     model: str,
-    question: str,
+    question: str | list[dict[str, Any]],
     *,
     max_tokens: int,
     on_text: Callable[[str], None] = lambda _: None,
 ) -> ChatAnswer:
-    """Sends a question and streams the answer to `on_text`. Raises OSError when the deployment does not answer, or
-    answers with an error.
+    """Sends a question, a text or parts, and streams the answer to `on_text`. Raises OSError when there is none, or an
+    error.
     """
     body = {
         "model": model,
@@ -69,7 +84,7 @@ def stream_chat(
     try:
         return asyncio.run(_streamed(f"{base_url}/v1/chat/completions", body, on_text))
     except ClientError as error:
-        raise ConnectionError(f"the answer has failed: {error}") from None
+        raise ConnectionError(f"the request failed: {error}") from None
 
 
 async def _streamed(url: str, body: dict[str, Any], on_text: Callable[[str], None]) -> ChatAnswer:
@@ -81,7 +96,7 @@ async def _streamed(url: str, body: dict[str, Any], on_text: Callable[[str], Non
         client.post(url, json=body) as response,
     ):
         if response.status != HTTPStatus.OK:
-            raise ConnectionError(f"the answer has failed: {response.status}: {await response.text()}")
+            raise ConnectionError(f"the request failed: {response.status}: {await response.text()}")
         async for line in response.content:
             data = line.decode().removeprefix("data: ").strip()
             if line.startswith(b"data: ") and data != "[DONE]":
@@ -95,21 +110,23 @@ async def _streamed(url: str, body: dict[str, Any], on_text: Callable[[str], Non
 
 def _texts(event: dict[str, Any]) -> Iterator[str]:
     if "choices" not in event:
-        raise ConnectionError(f"the answer has failed: {event.get('message', event)}")
+        raise ConnectionError(f"the request failed: {event.get('message', event)}")
     for choice in event["choices"]:
         if text := choice["delta"].get("content"):
             yield text
 
 
 def show_both_orders(args: argparse.Namespace) -> ExitCode:
-    """The exit status: 0 when both orders answered, and answered the same."""
-    path = Path(args.model)
-    if not is_hub_name(args.model) and (args.model == DEFAULT_DIRECTORY or not path.exists()):
-        _say(f"1. The model: {path}, trained here on Python's documentation")
-        build_demo_model(path)
+    path, is_default = Path(args.model), args.model in (DEFAULT_DIRECTORY, DEFAULT_VISION_DIRECTORY)
+    if not is_hub_name(args.model) and (is_default or not path.exists()):
+        also = "" if args.image is None else " and on drawings"
+        _say(f"1. The model: {path}, trained here on Python's documentation{also}")
+        build_demo_model(path, recipe=DEFAULT_RECIPE if args.image is None else VISION_RECIPE)
     else:
         _say(f"1. The model: {args.model}")
     model = servable_model(args.model)
+    if args.image is not None:
+        args.image = _shown_image(args.image)
     with scratch_directory("trtllm-disagg-demo-") as scratch:
         answers = [
             _ask(number, order, scratch.path / order.name, model, args)
@@ -137,15 +154,20 @@ def _ask(
         http_port=0,
         engine="embedded",
         engine_configs=engine_configs_in(configs, order.name) if configs.is_dir() else {},
+        images=args.image is not None,
     )
+    asked = args.question
+    if args.image is not None:
+        image = {"type": "image_url", "image_url": {"url": data_url(args.image)}}
+        asked = [{"type": "text", "text": args.question}, image]
     with deployment_in_background(config, status_for(sys.stderr)) as deployment:
-        # Not shown, because the first request also connects the two engines.
+        # Not shown: the first request also connects the two engines.
         stream_chat(deployment.base_url, config.served_model_name, "Hello", max_tokens=2)
         print(f"\n{_INDENT}> {args.question}\n{_INDENT}", end="")
         answer = stream_chat(
             deployment.base_url,
             config.served_model_name,
-            args.question,
+            asked,
             max_tokens=args.max_tokens,
             on_text=lambda text: print(text.replace("\n", f"\n{_INDENT}"), end="", flush=True),
         )
@@ -160,7 +182,7 @@ def _ask(
 
 
 def trace_of(deployment: Deployment, answer: ChatAnswer) -> Trace | None:
-    """The trace of the answer, when both workers have written their spans; None if they do not within some seconds."""
+    """The trace of the answer; None if the workers have not written their spans within _TRACE_SECONDS."""
     deadline = time.monotonic() + _TRACE_SECONDS
     while time.monotonic() < deadline:
         for trace in read_traces(deployment.run_dir):
@@ -171,6 +193,33 @@ def trace_of(deployment: Deployment, answer: ChatAnswer) -> Trace | None:
                 return trace
         time.sleep(0.02)
     return None
+
+
+def _shown_image(file: Path) -> Image:
+    """The image of the file, or a drawing, printed with two pixels a character. Raises ConfigError."""
+    try:
+        image = draw("red", "circle", random.Random(1)) if file == Path() else open_image(file).convert("RGB")
+    except (OSError, ValueError) as error:
+        raise ConfigError.bad_value("--image", file, f"a PNG, JPEG or WEBP file ({error})") from None
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        print(f"{_INDENT}the image: {'a drawing of a red circle' if file == Path() else file}")
+        return image
+    width = min(_IMAGE_COLUMNS, image.width)
+    small = image.resize((width, max(2, round(width * image.height / image.width) // 2 * 2)))
+    for row in range(0, small.height, 2):
+        line = Text(_INDENT)
+        for column in range(small.width):
+            above, below = (_colour(small, column, row + each) for each in (0, 1))
+            line.append("\u2580", Style(color=above, bgcolor=below))
+        console.print(line)
+    return image
+
+
+def _colour(image: Image, x: int, y: int) -> Color:
+    pixel = image.getpixel((x, y))
+    assert isinstance(pixel, tuple)  # RGB
+    return Color.from_rgb(*pixel[:3])
 
 
 def _say(text: str) -> None:

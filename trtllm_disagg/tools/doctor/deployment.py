@@ -1,6 +1,6 @@
-"""Does a deployment that serves do what it should? Its processes as `top` reads them, and answers to requests.
+"""Checks a running deployment by its processes, as `top` reads them, and by answers to requests.
 
-One function a finding, in `FINDINGS`. Each says "not known" where it has not seen enough.
+Each function in `FINDINGS` checks one thing, and says "not known" when it has seen too little.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trtllm_disagg.tools.top.observers import Observer
 from trtllm_disagg.tools.top.snapshot import DEAD, SILENT, Snapshot
 from trtllm_disagg.tools.up.plan import NO_WORKERS
 
-#: On an idle worker, KV events arrive within a tenth of a second.
+#: An idle worker publishes KV events within 0.1 s.
 _EVENT_SECONDS, _POLL_SECONDS = 10.0, 0.2
 _LOCAL = "local"
 _SERVING = ("ready", "listed")
@@ -31,29 +31,29 @@ class Observed:
     url: str
     model: str
     snapshot: Snapshot
-    #: The answer to a plain request.
+    #: Answer to a plain request.
     plain: Answer | ProbeFailedError
-    #: The answer to a request that names an order, sent when `plain` stayed on one worker.
+    #: Answer to a request that names an order, sent if `plain` stayed on one worker.
     ordered: Answer | ProbeFailedError | None = None
-    #: The last answer to the same prompt, sent until the router had its blocks in the index, and the seconds it took.
+    #: Last answer to the repeated prompt, and the seconds until the router had its blocks.
     repeated: Answer | None = None
     seconds: float = 0.0
 
     @property
     def crossing(self) -> Answer | ProbeFailedError:
-        """The answer to the request that should have used both stages."""
+        """Answer to the request that should use both stages."""
         return self.plain if self.ordered is None else self.ordered
 
 
 def look(
     frontend: FrontendClient, observer: Observer, model: str | None, say: Say, seconds: float = _EVENT_SECONDS
 ) -> Observed:
-    """Raises ConfigError when there is no frontend, or it does not serve `model`."""
+    """Raises ConfigError without a frontend, or if it does not serve `model`."""
     name = _chosen(frontend.models(), model, frontend.url)
     sizes = frontend.sizes(name)
     prompt = fresh_prompt(sizes)
     snapshot = asyncio.run(observer.look())
-    say("sending a prompt as a client does")
+    say("sending a prompt")
     plain = _ask(frontend, name, prompt)
     ordered, repeated, waited = None, None, 0.0
     if isinstance(plain, Answer):
@@ -62,7 +62,7 @@ def look(
             order = snapshot.strategy if snapshot.strategy in names else "decode_first"
             say(f"it stayed on one worker; asking for {order}")
             ordered = _ask(frontend, name, fresh_prompt(sizes), (f"disagg:{order}",))
-        say("sending it again, until the router knows it")
+        say("repeating it until the router has its blocks")
         repeated, waited = _repeat(frontend, name, prompt, seconds)
     return Observed(frontend.url, name, snapshot, plain, ordered, repeated, waited)
 
@@ -89,7 +89,7 @@ def _ask(
 
 
 def _repeat(frontend: FrontendClient, model: str, prompt: str, seconds: float) -> tuple[Answer | None, float]:
-    """None when a request failed."""
+    """Returns no answer when a request fails."""
     began = time.monotonic()
     while True:
         answer = _ask(frontend, model, prompt)
@@ -106,15 +106,15 @@ def findings(seen: Observed) -> list[Finding]:
 
 
 def _answers(seen: Observed) -> Iterator[Finding]:
-    rule = Row("answers", "all else is read from the answers to requests")
+    rule = Row("answers", "the other checks need an answer")
     if isinstance(seen.plain, ProbeFailedError):
-        yield rule.error("no", f"{seen.plain}; the logs of the frontend and of the workers say more")
+        yield rule.error("no", f"{seen.plain}; see the logs of the frontend and the workers")
     else:
         yield rule.fine(f"{seen.model}, a prompt of {seen.plain.prompt_tokens} tokens")
 
 
 def _workers(seen: Observed) -> Iterator[Finding]:
-    rule = Row("workers", "a request crosses both stages only while there is a worker of each role")
+    rule = Row("workers", "a request needs a worker of each role to use both stages")
     workers = [each for each in seen.snapshot.processes if each.role not in NO_WORKERS]
     value = ", ".join(each.name for each in workers)
     roles = {each.role for each in workers if each.state in _SERVING}
@@ -123,32 +123,28 @@ def _workers(seen: Observed) -> Iterator[Finding]:
     if not workers:
         yield rule.unknown("the frontend lists no worker; run doctor on its machine, as its user")
     elif gone:
-        yield rule.error(value, "; ".join(f"{each.name}: {each.state}; look into its log" for each in gone))
+        yield rule.error(value, "; ".join(f"{each.name}: {each.state}; see its log" for each in gone))
     elif len(missing) == 1 and not roles - {Role.PREFILL.value, Role.DECODE.value}:
-        yield rule.error(value, f"start a {' and '.join(sorted(missing))} worker, or look into its log")
+        yield rule.error(value, f"start a {' and '.join(sorted(missing))} worker, or see its log")
     elif skipped := [each.name for each in workers if each.load.breakers_open]:
-        yield rule.note(
-            value, f"the circuit breaker of {', '.join(skipped)} skips a worker; look into its log"
-        )
+        yield rule.note(value, f"the circuit breaker of {', '.join(skipped)} skips a worker; see its log")
     else:
         yield rule.fine(value)
 
 
 def _order(seen: Observed) -> Iterator[Finding]:
-    rule = Row(
-        "order", "what a worker was started with is not what a request meets when something is missing"
-    )
+    rule = Row("order", "a fallback can serve a request in another order than configured")
     if isinstance(seen.plain, ProbeFailedError):
         return
     trace = seen.plain.trace
     if trace is None or not trace.strategy:
-        yield rule.unknown("the answer has no engine_data.disagg: these are no workers of this project")
+        yield rule.unknown("the answer has no engine_data.disagg: another project's workers")
         return
     value, deployed = f"{trace.strategy} ({trace.reason})", seen.snapshot.strategy
     if trace.fallbacks:
-        yield rule.error(value, "the request was served by a fallback: " + "; ".join(trace.fallbacks))
+        yield rule.error(value, "a fallback served the request: " + "; ".join(trace.fallbacks))
     elif trace.strategy == _LOCAL:
-        stays = f"a prompt of {seen.plain.prompt_tokens} tokens stays on the worker that has it"
+        stays = f"a prompt of {seen.plain.prompt_tokens} tokens stays on the first worker"
         yield rule.note(value, f"{stays} (docs/reference/deciders.md)")
     elif deployed not in ("", "auto", trace.strategy):
         yield rule.note(value, f"the deployment's order is {deployed}")
@@ -157,11 +153,8 @@ def _order(seen: Observed) -> Iterator[Finding]:
 
 
 def _stages(seen: Observed) -> Iterator[Finding]:
-    """One request, and its KV."""
-    rule = Row(
-        "both stages", "a first stage that answers alone looks healthy, and is twice as loaded as planned"
-    )
-    kv = Row("KV moved", "a decode worker without the KV computes the prompt once more")
+    rule = Row("both stages", "a first stage that answers alone looks healthy but has twice the planned load")
+    kv = Row("KV moved", "without the KV, a decode worker computes the prompt again")
     answer = seen.crossing
     if isinstance(seen.plain, ProbeFailedError) or _is_one_stage(seen.plain):
         return
@@ -177,16 +170,16 @@ def _stages(seen: Observed) -> Iterator[Finding]:
         return
     else:
         because = "; ".join(answer.trace.fallbacks) or f"reason: {answer.trace.reason}"
-        yield rule.error("one worker did both", f"look why the other stage was not called; {because}")
+        yield rule.error("one worker did both", f"find out why it did not call the other stage; {because}")
         return
     if moved:
         yield kv.fine(f"{moved:,} bytes")
     elif moved == 0:
-        yield kv.error("0 bytes", "look into the decode worker's log for the transfer")
+        yield kv.error("0 bytes", "see the transfer in the decode worker's log")
     else:
         yield kv.unknown(
-            "the engine has not measured the transfer: --publish-metrics on the workers; some of TensorRT-LLM's "
-            "transceivers never do"
+            "the engine has not measured the transfer; give the workers --publish-metrics (some of TensorRT-LLM's "
+            "transceivers never measure it)"
         )
 
 
@@ -196,7 +189,7 @@ def _is_one_stage(answer: Answer) -> bool:
 
 
 def _other_stage(answer: Answer) -> str:
-    """The worker of the second stage, if the answer names it."""
+    """Names the worker of the second stage, if the answer does."""
     trace = answer.trace
     if trace is not None and not trace.fallbacks:
         for role, named in ((Role.PREFILL, trace.prefill_instance), (Role.DECODE, trace.decode_instance)):
@@ -209,14 +202,12 @@ def _other_stage(answer: Answer) -> str:
 
 
 def _events(seen: Observed) -> Iterator[Finding]:
-    rule = Row(
-        "KV events", "the router sends a prompt to the worker that has its beginning, if it hears of blocks"
-    )
+    rule = Row("KV events", "KV events tell the router which worker has cached the prompt's start")
     last, waited = seen.repeated, f"{seen.seconds:.1f} s"
     if last is None:
         return
     if last.hit_rate is None:
-        yield rule.note("not used", "the frontend does not route by KV cache: --router-mode kv")
+        yield rule.note("not used", "the frontend does not route by KV cache; give it --router-mode kv")
     elif last.hit_rate > 0:
         yield rule.fine(f"the router found {last.hit_rate:.0%} of the blocks after {waited}")
     elif last.cached_tokens:

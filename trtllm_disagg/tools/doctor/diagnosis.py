@@ -1,6 +1,4 @@
-"""The rules, asked of one pair; and what `doctor` prints of a pair or a deployment: a table and a sentence for each
-finding, or JSON.
-"""
+"""Applies the rules to a pair, and prints findings as a table with advice, or as JSON."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from trtllm_disagg.common.console import Console
 from trtllm_disagg.config.engine_args import build_engine_args, with_engine_args
-from trtllm_disagg.console import Console
 from trtllm_disagg.errors import ConfigError, harmless
 from trtllm_disagg.tools.doctor.pair import ANY_MODEL, Pair
 from trtllm_disagg.tools.doctor.rules import FINE, RULES, UNKNOWN, Finding, Severity
 
 _STYLES = {FINE: "green", Severity.NOTE.value: "yellow", UNKNOWN: "yellow", Severity.ERROR.value: "bold red"}
-#: Columns of the output in a file.
+#: Columns when the output is a file.
 _WIDTH = 120
 
 
@@ -30,8 +28,8 @@ def diagnose(pair: Pair) -> list[Finding]:
     found = [
         Finding(
             rule.name,
-            FINE if (problem := rule.check(pair)) is None else problem.severity.value,
-            {side.role.value: rule.value(side) for side in pair.sides},
+            FINE if (problem := rule.problem(pair)) is None else problem.severity.value,
+            {stage.role.value: rule.value(stage) for stage in pair.stages},
             rule.why,
             "" if problem is None else problem.instead,
         )
@@ -45,39 +43,39 @@ def has_errors(found: Sequence[Finding]) -> bool:
 
 
 def _accepted(pair: Pair) -> Finding:
-    """The worker's own checks, which may find more than the rules."""
+    """The worker's own checks, which can find more than the rules."""
     refusals = []
-    for side in pair.sides:
-        file = side.config.extra_engine_args
-        # The model of a worker's flags is where the worker starts; that of --model, or of its file, has to be here.
-        here = side.model if side.config.model == ANY_MODEL else None
+    for stage in pair.stages:
+        file = stage.config.extra_engine_args
+        # The model of the flags is on the worker's machine; only that of --model or the file must be here.
+        here = stage.model if stage.config.model == ANY_MODEL else None
         config = replace(
-            side.config,
-            model=here or ANY_MODEL,
-            extra_engine_args=file if os.path.exists(file) else "",
+            stage.config, model=here or ANY_MODEL, extra_engine_args=file if os.path.exists(file) else ""
         )
         try:
             with_engine_args(config, build_engine_args(config))
         except ConfigError as error:
             refusals.append(str(error))
     verdict = Severity.ERROR.value if refusals else FINE
-    why = "`trtllm-disagg worker` starts with them"
-    return Finding("worker", verdict, {side.role.value: "" for side in pair.sides}, why, "; ".join(refusals))
+    why = "`trtllm-disagg worker` makes these checks at its start"
+    return Finding(
+        "worker", verdict, {stage.role.value: "" for stage in pair.stages}, why, "; ".join(refusals)
+    )
 
 
-def to_json(about: Mapping[str, str], found: Sequence[Finding], counted: Mapping[str, str]) -> str:
-    """`about`: of what, by name. `counted`: names for the numbers of verdicts."""
+def to_json(about: Mapping[str, str], found: Sequence[Finding]) -> str:
+    """`about`: what was checked, by name."""
     counts = Counter(finding.verdict for finding in found)
     rows = [
         {"rule": each.rule, "verdict": each.verdict, **each.values, "why": each.why, "instead": each.instead}
         for each in found
     ]
-    numbers = {name: counts[verdict] for name, verdict in counted.items()}
+    numbers = {"errors": counts[Severity.ERROR], "notes": counts[Severity.NOTE], "not_known": counts[UNKNOWN]}
     return json.dumps({**about, **numbers, "rows": rows}, indent=2, default=str)
 
 
 def show(found: Sequence[Finding], columns: Sequence[str], about: str) -> None:
-    """`columns`: headings of the findings' values."""
+    """`columns`: headings of the values."""
     console = Console(paper=_WIDTH)
     table = Table(box=SIMPLE_HEAD, show_edge=False)
     for column in ("", "", *columns):
@@ -87,7 +85,7 @@ def show(found: Sequence[Finding], columns: Sequence[str], about: str) -> None:
         cells = ("-" if value is None else str(value) for value in finding.values.values())
         table.add_row(Text(finding.rule), verdict, *(Text(harmless(cell)) for cell in cells))
     console.print(table)
-    # Neighbours with the same advice are printed together.
+    # Adjacent findings with the same advice share one line.
     broken = (finding for finding in found if finding.verdict != FINE)
     for (instead, verdict), same in groupby(broken, lambda finding: (finding.instead, finding.verdict)):
         rules = list(same)

@@ -1,4 +1,4 @@
-"""Can this machine and environment run TensorRT-LLM? And the report: one text to paste, without secrets."""
+"""Checks whether this machine can run TensorRT-LLM, and writes the report to paste, without secrets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 
 from trtllm_disagg import __version__
+from trtllm_disagg.common.machine import check_limits, needs_of_worker
 from trtllm_disagg.engine.mpi_start import TWO_MPIS, has_two_mpis, try_start
 from trtllm_disagg.engine.trtllm_version import installed_version
 from trtllm_disagg.errors import ConfigError, harmless
-from trtllm_disagg.processes.machine import check_limits, needs_of_worker
 from trtllm_disagg.tools.doctor.pair import Pair
 from trtllm_disagg.tools.doctor.rules import Finding, Row
 from trtllm_disagg.tools.up.gpus import VARIABLE, parse_gpus, present_gpus
@@ -32,18 +32,17 @@ _PROGRAMS = (
 )
 _VARIABLES = re.compile(r"(CUDA|NVIDIA|NCCL|UCX|NIXL|OMPI|PRTE|PMIX|TLLM|TRTLLM|DYN)_")
 _SECRET_NAME = re.compile(r"(?i)(^|[_-])(token|key)$|secret|passw|passphrase|credential|auth(?!or)|apikey")
-#: A word before @ in a URL, a known kind of token, and 32 characters that are neither a word nor a hash.
+#: The part before @ in a URL, known kinds of tokens, and 32 characters that are neither a word nor a hash.
 _SECRETS = re.compile(
     r"(?<=://)[^/\s@]*(?=@)|\b(?:hf_|nvapi-|sk-|gh[a-z]_|glpat-)[\w-]{8,}"
     r"|(?<![\w+/=-])(?=[\w+/=-]*[a-z])(?=[\w+/=-]*[A-Z])(?=[\w+/=-]*\d)[\w+=-]{32,}"
 )
-#: Names of no person.
+#: Common accounts, which name no person.
 _NO_NAMES = {"", "root", "dynamo", "user"}
 _HIDDEN = "***"
 
 
 def findings(environ: Mapping[str, str]) -> list[Finding]:
-    """Of this machine, for TensorRT-LLM."""
     return [*_installed(), *_mpi(environ), *_gpus(environ), *_limits()]
 
 
@@ -53,7 +52,7 @@ def _installed() -> Iterator[Finding]:
 
 
 def _mpi(environ: Mapping[str, str]) -> Iterator[Finding]:
-    row = Row("MPI", "TensorRT-LLM starts each of its ranks by it, also the one of one GPU")
+    row = Row("MPI", "TensorRT-LLM starts all its ranks by MPI, even a single one")
     if has_two_mpis():
         yield row.error("two", TWO_MPIS)
         return
@@ -67,19 +66,19 @@ def _mpi(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _gpus(environ: Mapping[str, str]) -> Iterator[Finding]:
-    row = Row("visible GPUs", "each worker gets its share of them")
+    row = Row("visible GPUs", "`up` divides them among the workers")
     there, exported = present_gpus(), environ.get(VARIABLE)
     try:
         seen = tuple(there) if exported is None else parse_gpus(VARIABLE, exported, there) if exported else ()
     except ConfigError as error:
         yield row.error(exported or "", str(error))
         return
-    unknown = row.unknown("neither nvidia-smi nor the driver shows any")
+    unknown = row.unknown("neither nvidia-smi nor the driver lists any")
     yield row.fine(",".join(seen)) if there and seen else unknown
 
 
 def _limits() -> Iterator[Finding]:
-    row = Row("limits", "a process that reaches one later cannot name it")
+    row = Row("limits", "a process that reaches a limit later cannot say which")
     try:
         short = check_limits(needs_of_worker(has_peers=True, discovery_backend="file"))
     except ConfigError as error:
@@ -89,7 +88,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def report(found: list[Finding], environ: Mapping[str, str], pair: Pair | None = None) -> str:
-    """All that a question about a deployment needs; of `pair`, both engines' arguments."""
+    """The facts that a bug report needs; with `pair`, both engines' arguments."""
     installed = {each.name.replace("_", "-"): each.version for each in metadata.distributions()}
     versions = (f"{name} {installed[name]}" for name in _PACKAGES.split() if name in installed)
     shown = (name for name in sorted(filter(_VARIABLES.match, environ)) if not _is_secret(name))
@@ -100,16 +99,14 @@ def report(found: list[Finding], environ: Mapping[str, str], pair: Pair | None =
         *(f"{each.verdict}: {each.rule}: {[*each.values.values()]} {each.instead}" for each in found),
         *(f"{name}={harmless(environ[name])[:200]}" for name in shown),
     ]
-    for side in pair.sides if pair else ():
-        given = yaml.safe_dump(_without_secrets(side.given), sort_keys=False)
-        lines.append(f"{side.role} ({side.source}):\n{given}")
+    for stage in pair.stages if pair else ():
+        given = yaml.safe_dump(_without_secrets(stage.given), sort_keys=False)
+        lines.append(f"{stage.role} ({stage.source}):\n{given}")
     return hidden("\n".join(lines), environ)
 
 
 def hidden(text: str, environ: Mapping[str, str]) -> str:
-    """Without values of variables whose names are those of secrets, what looks like one, homes, and names of people and
-    of this host.
-    """
+    """Hides values of variables with secret names, tokens, home directories, and names of people and of this host."""
     for name, value in environ.items():
         if _is_secret(name) and len(value) > 3:
             text = text.replace(value, _HIDDEN)
@@ -118,7 +115,7 @@ def hidden(text: str, environ: Mapping[str, str]) -> str:
         text = text.replace(home, "~") if len(home) > 1 else text
     text = re.sub(r"/(home|Users)/[^/\s'\",:]+", "~", text)
     names = {environ.get("USER", ""), environ.get("LOGNAME", ""), platform.node()}
-    with suppress(KeyError, OSError):  # a user without a name, as in some containers
+    with suppress(KeyError, OSError):  # containers may have no name for the user
         names.add(getpass.getuser())
     for name in names - _NO_NAMES:
         text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", _HIDDEN, text)

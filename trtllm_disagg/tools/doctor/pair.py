@@ -1,13 +1,11 @@
-"""Reads two engine YAML files and the flags beside them, for the rules."""
+"""Reads two engine YAML files, and the flags beside them."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from itertools import dropwhile
 from typing import Any
 
@@ -15,9 +13,10 @@ from pydantic import ValidationError
 
 from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.engine_args import nearest_key, with_flags
-from trtllm_disagg.config.worker_config import Role, WorkerConfig
-from trtllm_disagg.engine.engines import ENGINES, TENSORRT_LLM_BACKENDS
-from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion
+from trtllm_disagg.config.worker_config import Role, ScheduleStyle, WorkerConfig
+from trtllm_disagg.engine.declared_arguments import tensorrt_llm_arguments
+from trtllm_disagg.engine.table import ENGINES, TENSORRT_LLM_BACKENDS
+from trtllm_disagg.engine.trtllm_version import TrtllmVersion
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.worker.flips import RoleSettings
@@ -25,22 +24,22 @@ from trtllm_disagg.worker.model_facts import ModelFacts, read_model_facts
 from trtllm_disagg.worker.pairing import Description, Fingerprint
 
 ENGINE = ENGINES["tensorrt_llm"].name
-#: Of a worker without a flag that names one.
+#: Model when no flag names one.
 ANY_MODEL = "org/model"
 _TRANSCEIVER = "cache_transceiver_config"
 _BACKEND = "backend"
-#: As Dynamo's worker has it, and this one.
+#: Default of Dynamo's worker and of this one.
 DEFAULT_BLOCK_SIZE = 32
 
-#: The source of a side that has no file.
+#: The source of a stage without a file.
 FLAGS_ONLY = "flags"
 
 
 def settings_of(
     role: Role, words: Sequence[str], *, strategy: str = "decode_first", schedule_style: str = "context_first"
 ) -> WorkerConfig:
-    """`words`: flags, or a whole command line, of a worker on TensorRT-LLM; no variables. What it leaves open is as the
-    other arguments say. Raises ConfigError, naming doctor's flag and the worker's.
+    """`words`: flags or a full command line of a TensorRT-LLM worker; variables do not count. The other arguments are
+    defaults. Raises ConfigError that names doctor's flag and the worker's.
     """
     usual = ["--model", ANY_MODEL, "--disaggregation-mode", role.value, "--disaggregation-strategy", strategy]
     usual += ["--schedule-style", schedule_style]
@@ -58,41 +57,41 @@ def settings_of(
 
 @dataclass(frozen=True, slots=True)
 class BadKey:
-    """A key that TensorRT-LLM would refuse, or that may not exist."""
+    """A key that TensorRT-LLM refuses, or may not have."""
 
     key: str
     value: Any
-    #: The correct key or value; empty for a key that a newer TensorRT-LLM may have.
+    #: Correct key or value; empty for a key of a newer TensorRT-LLM.
     instead: str
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """One file, and the flags beside it. `args` has TensorRT-LLM's defaults where they say nothing."""
+class Stage:
+    """One file and its flags. `args` is complete with TensorRT-LLM's defaults."""
 
     role: Role
-    #: The arguments as given in the file and the flags.
+    #: The arguments as given.
     given: Mapping[str, Any]
     args: LlmArgs
     bad_keys: tuple[BadKey, ...]
-    #: The path or the name of the model.
+    #: A path, or a name on the hub.
     model: str | None
     facts: ModelFacts
     fingerprint: Fingerprint
-    #: The configuration from its flags, with the file as `extra_engine_args`.
+    #: From the flags, with the file as `extra_engine_args`.
     config: WorkerConfig
-    #: A sentence for each flag that the file overrules.
+    #: One sentence per flag that the file overrules.
     overruled: tuple[str, ...] = ()
-    #: The GPUs of this worker; empty where unknown.
+    #: GPUs of this worker; empty if unknown.
     gpus: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
-        """The name of its file, for the reader."""
+        """The file's name, or `flags`."""
         return self.config.extra_engine_args or FLAGS_ONLY
 
     def gave(self, *path: str) -> bool:
-        """Whether the file or a flag sets this key."""
+        """Whether the file or a flag has this key."""
         content: Any = self.given
         for name in path:
             if not isinstance(content, Mapping) or name not in content:
@@ -101,33 +100,31 @@ class Side:
         return True
 
     @property
-    def max_seq_len(self) -> int | None:
-        return self.fingerprint.max_seq_len
+    def longest(self) -> int | None:
+        """`max_seq_len`, at most the model's, as TensorRT-LLM limits it."""
+        limits = self.fingerprint.max_seq_len, self.facts.max_positions
+        return min(filter(None, limits), default=None)
 
     @property
-    def longest(self) -> int | None:
-        """`max_seq_len` as TensorRT-LLM takes it: at most the model's."""
-        return min((each for each in (self.max_seq_len, self.facts.max_positions) if each), default=None)
+    def arguments(self) -> dict[str, Any]:
+        """The given arguments of LLM(...)."""
+        return self.args.model_dump(exclude_unset=True) | {"model": self.model}
 
     @property
     def settings(self) -> RoleSettings:
-        """Those that are given, as a live worker describes them."""
-        return RoleSettings.of(self.args.model_dump(exclude_unset=True), {})
-
-    @property
-    def num_gpus(self) -> int:
-        return self.settings.num_gpus
+        """The settings that a live worker would describe."""
+        return RoleSettings.of(self.arguments, {})
 
     @property
     def revision(self) -> str | None:
-        """The revision of a model on the hub; None for a directory."""
+        """Revision of a model on the hub; None for a directory."""
         if os.path.isdir(os.path.expanduser(self.model or "")):
             return None
         return self.config.revision or self.given.get("revision")
 
     @property
     def described(self) -> Description:
-        """The engine's description, as a live worker has it."""
+        """The description that a live worker would publish."""
         return {
             "role": self.role.value,
             "weights": self.model,
@@ -139,46 +136,37 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedDeployment:
-    """What is asked about besides the two files."""
-
-    trtllm_version: TrtllmVersion = NEWEST_KNOWN
-    strategy: str = "decode_first"
-    schedule_style: str = "context_first"
-    #: None where it was not given.
-    kv_block_size: int | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Pair:
-    prefill: Side
-    decode: Side
-    deployment: PlannedDeployment
+    prefill: Stage
+    decode: Stage
+    trtllm_version: TrtllmVersion
+    environ: Mapping[str, str]
+    #: At the router; None: not given.
+    kv_block_size: int | None = None
 
     @property
-    def sides(self) -> tuple[Side, Side]:
+    def stages(self) -> tuple[Stage, Stage]:
         return self.prefill, self.decode
 
     @property
-    def longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt that prefill takes."""
-        return self.prefill.longest
+    def strategy(self) -> str:
+        return self.prefill.config.strategy
+
+    @property
+    def schedule_style(self) -> ScheduleStyle:
+        return self.prefill.config.schedule_style
 
 
-def side_of(
-    role: Role,
+def stage_of(
+    config: WorkerConfig,
     source: str,
     from_file: Mapping[str, Any],
-    model: str | None,
-    deployment: PlannedDeployment,
+    version: TrtllmVersion,
+    environ: Mapping[str, str],
+    model: str | None = None,
     gpus: tuple[str, ...] = (),
-    config: WorkerConfig | None = None,
-) -> Side:
-    """`source`: the name of the file; empty where there is none."""
-    config = config or settings_of(
-        role, (), strategy=deployment.strategy, schedule_style=deployment.schedule_style
-    )
+) -> Stage:
+    """`source`: name of the file; empty without one."""
     config = replace(config, extra_engine_args=source)
     given, overruled = with_flags(from_file, config)
     args, bad_keys, readable = _validated(given)
@@ -187,21 +175,20 @@ def side_of(
     facts = read_model_facts(own_model or "")
     block_size = args.kv_cache_config.tokens_per_block
     of_worker = readable | {_TRANSCEIVER: _transceiver(args, given), "max_seq_len": args.max_seq_len}
-    fingerprint = Fingerprint.of(
-        ENGINE, of_worker, block_size, facts, str(deployment.trtllm_version), deployment.environ
-    )
-    return Side(role, given, args, bad_keys, own_model, facts, fingerprint, config, tuple(overruled), gpus)
+    fingerprint = Fingerprint.of(ENGINE, of_worker, block_size, facts, str(version), environ)
+    own = own_model, facts, fingerprint, config, tuple(overruled), gpus
+    return Stage(config.role, given, args, bad_keys, *own)
 
 
 def _transceiver(args: LlmArgs, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A worker of a pair has one unless its file says that it has none."""
+    """The default transceiver, unless the file disables it."""
     if args.cache_transceiver_config is not None:
-        return args.cache_transceiver_config.model_dump()
+        return args.cache_transceiver_config.model_dump(exclude_unset=True)
     return None if _TRANSCEIVER in given else {_BACKEND: "DEFAULT"}
 
 
 def _validated(given: Mapping[str, Any]) -> tuple[LlmArgs, tuple[BadKey, ...], dict[str, Any]]:
-    """The arguments without what TensorRT-LLM would refuse, that, and `given` without what is of a wrong type."""
+    """Splits `given` into valid arguments, the keys that TensorRT-LLM refuses, and the values of the right types."""
     readable = _copied(given)
     found = [*_wrong_types(readable)]
     left = _copied(readable)
@@ -212,12 +199,12 @@ def _validated(given: Mapping[str, Any]) -> tuple[LlmArgs, tuple[BadKey, ...], d
         except ValidationError as errors:
             refused = errors.errors(include_url=False, include_context=False)
             if not any(error["loc"] and str(error["loc"][0]) in left for error in refused):
-                # The error concerns the whole content, so nothing of it can be checked further.
+                # The error concerns the whole content: check no further.
                 left, readable = {}, {}
                 found.append(_bad_key([], refused[0]))
             for error in refused:
                 path = _take_out(left, [str(part) for part in error["loc"]])
-                if not path:  # went with another error
+                if not path:  # already removed with another error
                     continue
                 bad = _bad_key(path, error)
                 if error["type"] != "extra_forbidden":
@@ -227,7 +214,7 @@ def _validated(given: Mapping[str, Any]) -> tuple[LlmArgs, tuple[BadKey, ...], d
 
 
 def _wrong_types(readable: dict[str, Any]) -> Iterator[BadKey]:
-    """Removes from `readable` wrongly typed values that doctor reads and `LlmArgs` does not check."""
+    """Removes wrongly typed values that doctor reads and `LlmArgs` does not check."""
     kinds: dict[str, tuple[type, str]] = {
         "model": (str, "a path or a name"),
         "revision": (str, "a text"),
@@ -242,16 +229,12 @@ def _wrong_types(readable: dict[str, Any]) -> Iterator[BadKey]:
 
 @cache
 def _arguments_of_tensorrt_llm() -> frozenset[str]:
-    """All argument names of LLM(...); `LlmArgs` lacks those that the embedded engine does not use."""
-    pins = files("trtllm_disagg.engines.recording") / "llm_api"
-    names: set[str] = set()
-    for version, kind in (("1.3.0rc", "fields"), ("1.3.0rc29", "names")):
-        names.update(json.loads((pins / f"{version}.json").read_text())["classes"]["LlmArgs"][kind])
-    return frozenset(names - LlmArgs.model_fields.keys())
+    """All argument names of LLM(...), even those that the embedded engine lacks."""
+    return frozenset(tensorrt_llm_arguments().model_fields.keys() - LlmArgs.model_fields.keys())
 
 
 def _upper_backend(left: dict[str, Any]) -> list[BadKey]:
-    """Since 1.1, TensorRT-LLM accepts names of backends in upper case only."""
+    """TensorRT-LLM accepts backend names in upper case only, since 1.1."""
     transceiver = left.get(_TRANSCEIVER)
     if not isinstance(transceiver, dict):
         return []
@@ -265,25 +248,22 @@ def _upper_backend(left: dict[str, Any]) -> list[BadKey]:
 
 
 def _take_out(content: dict[str, Any], location: Sequence[str]) -> list[str]:
-    """Remove the wrong part, and return its path, which is empty if it was not there."""
-    path, owner = [], content
+    """Removes the wrong part, and returns its path; empty if absent."""
+    path, owners = list[str](), [content]
     for part in location:
-        if not isinstance(owner, dict) or part not in owner:
+        if not isinstance(owners[-1], dict) or part not in owners[-1]:
             break
         path.append(part)
-        owner = owner[part]
+        owners.append(owners[-1][part])
     if path:
-        owner = content
-        for part in path[:-1]:
-            owner = owner[part]
-        owner.pop(path[-1])
+        del owners[-2][path[-1]]
     return path
 
 
 def _bad_key(path: list[str], error: Mapping[str, Any]) -> BadKey:
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
-        return BadKey(key, error["input"], nearest_key(path))
+        return BadKey(key, error["input"], nearest_key(LlmArgs, path))
     allowed = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     return BadKey(key or "the file", error["input"], allowed)
 

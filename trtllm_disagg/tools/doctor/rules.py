@@ -1,14 +1,18 @@
-"""The rules for a prefill and a decode worker on TensorRT-LLM: one function each, or one line."""
+"""The rules for a pair of TensorRT-LLM workers: one function or one line each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import wraps
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trtllm_disagg.config.image_checks import FLAG as IMAGES_FLAG
+from trtllm_disagg.config.image_checks import image_errors, image_warnings, model_type_of
+from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.engine.health import stall_seconds
 from trtllm_disagg.engine.trtllm_version import (
     NEWEST_KNOWN,
     OLDEST_SERVED,
@@ -16,43 +20,43 @@ from trtllm_disagg.engine.trtllm_version import (
     TRANSFERS_END_BY_DEFAULT,
 )
 from trtllm_disagg.strategies import STRATEGIES
-from trtllm_disagg.tools.doctor.pair import DEFAULT_BLOCK_SIZE, Pair, Side
+from trtllm_disagg.tools.doctor.pair import DEFAULT_BLOCK_SIZE, Pair, Stage
+from trtllm_disagg.tools.up.workers import lacking_parsers
 from trtllm_disagg.worker.flips import Misfit, graphs_misfit, overlap_misfit, unmet_by_prefill
 from trtllm_disagg.worker.pairing import BY_KEY, fixed_by
 
-#: The verdict of a rule that holds, and of one about a deployment that could not be checked.
+#: The verdict of a rule that holds, and of one that could not be checked.
 FINE, UNKNOWN = "ok", "not known"
 
 
 class Severity(StrEnum):
-    #: The pair would not start, would lose requests, or would answer wrongly.
+    #: The pair fails to start, loses requests, or answers wrongly.
     ERROR = "error"
-    #: The pair works, with something worth knowing.
+    #: The pair works; advice.
     NOTE = "note"
 
 
 class Problem(NamedTuple):
     severity: Severity
-    #: What to write instead, or to check.
+    #: What to write or check instead.
     instead: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one rule says of a pair, or of a deployment."""
+    """The result of one rule."""
 
     rule: str
-    #: ok, note, error or not known.
     verdict: str
-    #: For the table, by column.
+    #: Column -> value, for the table.
     values: Mapping[str, Any]
     why: str
-    #: What to do; empty when it is ok.
+    #: What to do; empty for ok.
     instead: str = ""
 
 
 class Row(NamedTuple):
-    """Makes the findings of one rule about what runs or is here, and not about a pair of files."""
+    """Makes the findings of one rule that checks running processes or the machine, not files."""
 
     name: str
     why: str
@@ -75,22 +79,30 @@ Check = Callable[[Pair], Problem | None]
 
 class Rule(NamedTuple):
     name: str
-    #: Why it matters.
     why: str
-    #: The value of one side, for the table.
-    value: Callable[[Side], Any]
+    #: A worker's value in the table.
+    value: Callable[[Stage], Any]
     check: Check
+    #: Only for pairs with two transceivers; the row `transceiver` reports a missing one.
+    of_transceivers: bool = False
+
+    def problem(self, pair: Pair) -> Problem | None:
+        has_both = all(stage.fingerprint.transceiver is not None for stage in pair.stages)
+        return self.check(pair) if has_both or not self.of_transceivers else None
 
 
 #: In the order of the table.
 RULES: list[Rule] = []
 
 
-def _rule(name: str, value: Callable[[Side], Any], why: str = "") -> Callable[[Check], Check]:
-    """Adds a check to RULES; its docstring says why it matters, unless `why` does."""
+def _rule(
+    name: str, value: Callable[[Stage], Any], why: str = "", *, of_transceivers: bool = False
+) -> Callable[[Check], Check]:
+    """Adds a check to RULES. `why` or the check's docstring says why it matters."""
 
     def add(check: Check) -> Check:
-        RULES.append(Rule(name, why or " ".join((check.__doc__ or "").split()), value, check))
+        reason = why or " ".join((check.__doc__ or "").split())
+        RULES.append(Rule(name, reason, value, check, of_transceivers))
         return check
 
     return add
@@ -104,47 +116,49 @@ def _note(instead: str) -> Problem:
     return Problem(Severity.NOTE, instead)
 
 
-@_rule("keys", lambda side: ", ".join(bad.key for bad in side.bad_keys) or "all known")
+@_rule("keys", lambda stage: ", ".join(bad.key for bad in stage.bad_keys) or "all known")
 def _keys(pair: Pair) -> Problem | None:
-    """TensorRT-LLM refuses keys that it does not know and values that it does not take, after minutes of loading"""
-    found = [(side, bad) for side in pair.sides for bad in side.bad_keys]
+    """TensorRT-LLM refuses unknown keys and values only after minutes of loading"""
+    found = [(stage, bad) for stage in pair.stages for bad in stage.bad_keys]
     wrong = [
-        f"{side.role}: {bad.key}: {bad.value!r}: expected {bad.instead}" for side, bad in found if bad.instead
+        f"{stage.role}: {bad.key}: {bad.value!r}: expected {bad.instead}"
+        for stage, bad in found
+        if bad.instead
     ]
     if wrong:
         return _error("; ".join(wrong))
-    new = [f"{side.role}: {bad.key}" for side, bad in found]
+    new = [f"{stage.role}: {bad.key}" for stage, bad in found]
     if new:
-        return _note(f"{', '.join(new)} is no argument of TensorRT-LLM {NEWEST_KNOWN} that is known here")
+        return _note(f"{', '.join(new)} is not an argument of TensorRT-LLM {NEWEST_KNOWN}")
     return None
 
 
-@_rule("flags", lambda side: f"{len(side.overruled)} overruled" if side.overruled else "")
+@_rule("flags", lambda stage: f"{len(stage.overruled)} overruled" if stage.overruled else "")
 def _flags(pair: Pair) -> Problem | None:
-    """a file beats the flags, as in the worker"""
-    overruled = [f"{side.role}: {sentence}" for side in pair.sides for sentence in side.overruled]
+    """the file overrules the flags, also in the worker"""
+    overruled = [f"{stage.role}: {sentence}" for stage in pair.stages for sentence in stage.overruled]
     return _note("; ".join(overruled)) if overruled else None
 
 
-#: Flags that both workers must have in common; their engine arguments have rules of their own.
+#: Flags that must be equal on both workers. Engine arguments have their own rules.
 _COMMON = ("strategy", "schedule_style", "handoff_protocol", "prefill_dispatch")
 
 
-@_rule("strategy", lambda side: f"{side.config.strategy}, {side.config.schedule_style}")
+@_rule("strategy", lambda stage: f"{stage.config.strategy}, {stage.config.schedule_style}")
 def _settings(pair: Pair) -> Problem | None:
-    """a worker calls the other one, and reads its answers, by these"""
+    """workers call each other and read answers by these"""
     unequal = [
         BY_KEY[key].setting
         for key in _COMMON
         if getattr(pair.prefill.config, key) != getattr(pair.decode.config, key)
     ]
-    return _error(f"the same {', '.join(unequal)} on both sides") if unequal else None
+    return _error(f"the same {', '.join(unequal)} on both workers") if unequal else None
 
 
-@_rule("TensorRT-LLM", lambda side: side.fingerprint.trtllm_version)
+@_rule("TensorRT-LLM", lambda stage: stage.fingerprint.trtllm_version)
 def _version(pair: Pair) -> Problem | None:
-    """older versions number handoffs in another way, and every disaggregated request would fail"""
-    version = pair.deployment.trtllm_version
+    """older versions number handoffs differently, so every disaggregated request would fail"""
+    version = pair.trtllm_version
     if version < OLDEST_SERVED:
         return _error(
             f"TensorRT-LLM {OLDEST_SERVED} or newer; {NEWEST_KNOWN} is what ai-dynamo 1.6.1 comes with"
@@ -154,13 +168,15 @@ def _version(pair: Pair) -> Problem | None:
     return None
 
 
-@_rule("transceiver", lambda side: side.fingerprint.transceiver or "off")
+@_rule("transceiver", lambda stage: stage.fingerprint.transceiver or "off")
 def _transceiver(pair: Pair) -> Problem | None:
-    """without cache_transceiver_config.backend KV cannot leave an engine"""
-    if without := _roles(pair, lambda side: side.fingerprint.transceiver is None):
+    """without cache_transceiver_config.backend, KV cannot leave the engine"""
+    if without := _roles(pair, lambda stage: stage.fingerprint.transceiver is None):
         return _error(f"{without}: cache_transceiver_config: {{backend: NIXL}}")
-    if silent := _roles(pair, lambda side: not side.gave("cache_transceiver_config", "backend")):
-        return _note(f"{silent}: this worker sets backend DEFAULT; dynamo.trtllm would have no transceiver")
+    if silent := _roles(pair, lambda stage: not stage.gave("cache_transceiver_config", "backend")):
+        return _note(
+            f"{silent}: set backend: this worker uses DEFAULT, dynamo.trtllm would have no transceiver"
+        )
     return None
 
 
@@ -172,151 +188,170 @@ def _equal(key: str, instead: str) -> Check:
     return check
 
 
-def _same(value: Callable[[Side], Any], what: str) -> Check:
+def _same(value: Callable[[Stage], Any], what: str) -> Check:
     return lambda pair: (
-        None if value(pair.prefill) == value(pair.decode) else _error(f"the same {what} on both sides")
+        None if value(pair.prefill) == value(pair.decode) else _error(f"the same {what} on both workers")
     )
 
 
-def _roles(pair: Pair, are: Callable[[Side], bool]) -> str:
-    """The roles of the sides that `are`: "prefill and decode", or one of them, or empty."""
-    return " and ".join(side.role.value for side in pair.sides if are(side))
+def _roles(pair: Pair, are: Callable[[Stage], bool]) -> str:
+    """The roles of the workers for which `are` holds: "prefill and decode", one of them, or empty."""
+    return " and ".join(stage.role.value for stage in pair.stages if are(stage))
 
 
-def _of_transceivers(check: Check) -> Check:
-    """`check`, for pairs with two transceivers. The row `transceiver` reports a missing one."""
-
-    @wraps(check)
-    def checked(pair: Pair) -> Problem | None:
-        return None if any(side.fingerprint.transceiver is None for side in pair.sides) else check(pair)
-
-    return checked
-
-
-@_rule("backend", lambda side: side.fingerprint.transceiver)
-@_of_transceivers
+@_rule("backend", lambda stage: stage.fingerprint.transceiver, of_transceivers=True)
 def _backend(pair: Pair) -> Problem | None:
-    """each side speaks the protocol of its own backend only, and MPI needs both workers in one MPI job"""
-    if problem := _equal("transceiver", "the same cache_transceiver_config.backend on both sides")(pair):
+    """each worker speaks only its own backend's protocol; MPI needs both workers in one MPI job"""
+    if problem := _equal("transceiver", "the same cache_transceiver_config.backend on both workers")(pair):
         return problem
     if pair.prefill.fingerprint.transceiver == "MPI":
-        return _error("cache_transceiver_config.backend: NIXL or UCX on both sides")
+        return _error("cache_transceiver_config.backend: NIXL or UCX on both workers")
     given = {
-        side.args.cache_transceiver_config.backend
-        for side in pair.sides
-        if side.args.cache_transceiver_config
+        stage.args.cache_transceiver_config.backend
+        for stage in pair.stages
+        if stage.args.cache_transceiver_config
     }
     if "DEFAULT" in given and len(given) > 1:
-        return _note("DEFAULT follows TRTLLM_USE_*_KVCACHE of each host; name the backend on both sides")
+        return _note("DEFAULT depends on each host's TRTLLM_USE_*_KVCACHE; name the backend on both workers")
     return None
 
 
-@_rule("transceiver_runtime", lambda side: side.fingerprint.transceiver_runtime)
-@_of_transceivers
+@_rule("transceiver_runtime", lambda stage: stage.fingerprint.transceiver_runtime, of_transceivers=True)
 def _runtime(pair: Pair) -> Problem | None:
-    """the C++ and the Python transceiver do not understand each other; only PYTHON can start with generation"""
-    prefill, decode = (side.fingerprint.transceiver_runtime for side in pair.sides)
-    if pair.deployment.schedule_style == "generation_first" and "CPP" in (prefill, decode):
-        return _error("cache_transceiver_config.transceiver_runtime: PYTHON on both sides, with backend NIXL")
-    if problem := _equal("transceiver_runtime", "the same transceiver_runtime on both sides")(pair):
+    """the C++ and Python transceivers are incompatible; only PYTHON supports generation first"""
+    prefill, decode = (stage.fingerprint.transceiver_runtime for stage in pair.stages)
+    if pair.schedule_style == "generation_first" and "CPP" in (prefill, decode):
+        return _error(
+            "cache_transceiver_config.transceiver_runtime: PYTHON on both workers, with backend NIXL"
+        )
+    if problem := _equal("transceiver_runtime", "the same transceiver_runtime on both workers")(pair):
         return problem
     if prefill != decode:
-        return _note(
-            "auto is decided by each worker for itself; name the same transceiver_runtime on both sides"
-        )
+        return _note("each worker resolves auto alone; name the same transceiver_runtime on both workers")
     return None
 
 
-def _buffer_of(side: Side) -> int | None:
-    transceiver = side.args.cache_transceiver_config
-    return transceiver.max_tokens_in_buffer if transceiver else None
+def _in_transceiver(stage: Stage, key: str, default: Any = None) -> Any:
+    """The value of cache_transceiver_config.`key`; `default` without a transceiver."""
+    return getattr(stage.args.cache_transceiver_config, key, default)
 
 
+def _pipelines(stage: Stage) -> bool:
+    return bool(_in_transceiver(stage, "enable_pipelined_transfer"))
+
+
+@_rule("pipelined transfer", lambda stage: "on" if _pipelines(stage) else "off", of_transceivers=True)
+def _pipelined(pair: Pair) -> Problem | None:
+    """TensorRT-LLM sends the KV of finished chunks only under these conditions, and refuses others after loading"""
+    if not any(map(_pipelines, pair.stages)):
+        return None
+    prefill, decode = pair.stages
+    caches = [stage.args.kv_cache_config for stage in pair.stages]
+    policies = {each.block_reuse_config.policy for each in caches if each.enable_block_reuse}
+    conditions = {
+        "--schedule-style generation_first": pair.schedule_style == "generation_first",
+        "prefill: enable_chunked_prefill: true": prefill.args.enable_chunked_prefill,
+        "transceiver_runtime: PYTHON": "CPP" not in [s.fingerprint.transceiver_runtime for s in pair.stages],
+        "pipeline_parallel_size: 1": prefill.args.pipeline_parallel_size
+        == decode.args.pipeline_parallel_size
+        == 1,
+        "kv_cache_bounce_size_mb: 0": not any(map(_bounce_of, pair.stages)),
+        "block_reuse_config.policy: all_reusable": policies <= {"all_reusable"},
+    }
+    unmet = [condition for condition, is_met in conditions.items() if not is_met]
+    return _error(f"{', '.join(unmet)}; or enable_pipelined_transfer: false") if unmet else None
+
+
+def _bounce_of(stage: Stage) -> int:
+    return int(_in_transceiver(stage, "kv_cache_bounce_size_mb", 0))
+
+
+@_rule("kv_cache_bounce_size_mb", _bounce_of, of_transceivers=True)
+def _bounce(pair: Pair) -> Problem | None:
+    """if both workers have this buffer, the Python transceiver gathers scattered blocks in it"""
+    if _bounce_of(pair.prefill) != _bounce_of(pair.decode):
+        return _note("the same kv_cache_bounce_size_mb on both workers, or neither uses the buffer")
+    return None
+
+
+_buffer_of = partial(_in_transceiver, key="max_tokens_in_buffer")
 _BUFFER_KEY = "cache_transceiver_config.max_tokens_in_buffer"
-#: The C++ transceiver makes a buffer for KV that has no room in its own, which only these two can send from
+#: A prompt larger than the buffer gets one of its own, from which only these two backends can send
 #: (batch_manager/baseTransBuffer.cpp; executor/cache_transmission/agent_utils/connection.cpp).
 _TAKES_ANY_MEMORY = ("UCX", "MPI")
 
 
-def _is_cpp(side: Side, pair: Pair) -> bool:
-    """For certain: where `auto` is no default of an older version."""
-    has_python = pair.deployment.trtllm_version >= PYTHON_TRANSCEIVER_BY_DEFAULT
-    return side.fingerprint.transceiver_runtime != "PYTHON" and not (has_python and _is_auto(side))
+def _is_cpp(stage: Stage, pair: Pair) -> bool:
+    """True if certain: CPP, or an `auto` that an older version resolves to it."""
+    has_python = pair.trtllm_version >= PYTHON_TRANSCEIVER_BY_DEFAULT
+    return stage.fingerprint.transceiver_runtime != "PYTHON" and not (has_python and _is_auto(stage))
 
 
-def _is_auto(side: Side) -> bool:
-    return side.fingerprint.transceiver_runtime == "auto"
+def _is_auto(stage: Stage) -> bool:
+    return stage.fingerprint.transceiver_runtime == "auto"
 
 
-def _is_too_small(side: Side, longest: int | None) -> bool:
-    """Whether the buffer has less room than the longest prompt. For the Python transceiver, 0 means no limit."""
-    buffer = _buffer_of(side)
+def _is_too_small(stage: Stage, longest: int | None) -> bool:
+    """Whether the longest prompt exceeds the buffer. For the Python transceiver, 0 means no limit."""
+    buffer: int | None = _buffer_of(stage)
     if buffer is None:
         return False
     if buffer == 0:
-        return side.fingerprint.transceiver_runtime != "PYTHON"
+        return stage.fingerprint.transceiver_runtime != "PYTHON"
     return longest is not None and buffer < longest
 
 
-@_rule("max_tokens_in_buffer", _buffer_of)
-@_of_transceivers
+@_rule("max_tokens_in_buffer", _buffer_of, of_transceivers=True)
 def _buffer(pair: Pair) -> Problem | None:
-    """the C++ transceiver moves KV through a buffer of this size, and longer prompts fail on NIXL; the Python one
-    moves no more than this at once
-    """
+    """the C++ transceiver sends KV through this buffer, so longer prompts fail on NIXL; the Python one sends parts"""
 
-    def fails(side: Side) -> bool:
-        return is_small(side) and side.fingerprint.transceiver not in _TAKES_ANY_MEMORY
+    def fails(stage: Stage) -> bool:
+        return is_small(stage) and stage.fingerprint.transceiver not in _TAKES_ANY_MEMORY
 
-    def is_small(side: Side) -> bool:
-        return _is_too_small(side, pair.longest_prompt)
+    def is_small(stage: Stage) -> bool:
+        return _is_too_small(stage, pair.prefill.longest)
 
-    def is_broken(side: Side) -> bool:
-        return _is_cpp(side, pair) and bool((_buffer_of(side) or 0) % side.fingerprint.block_size)
+    def is_broken(stage: Stage) -> bool:
+        return _is_cpp(stage, pair) and bool((_buffer_of(stage) or 0) % stage.fingerprint.block_size)
 
     if broken := _roles(pair, is_broken):
         return _error(f"{broken}: {_BUFFER_KEY}: a multiple of tokens_per_block, or no engine starts")
-    enough = f"{_BUFFER_KEY}: {pair.longest_prompt or 'at least the longest prompt'}"
-    if losing := _roles(pair, lambda side: fails(side) and _is_cpp(side, pair)):
+    enough = f"{_BUFFER_KEY}: {pair.prefill.longest or 'at least the longest prompt'}"
+    if losing := _roles(pair, lambda stage: fails(stage) and _is_cpp(stage, pair)):
         return _error(f"{losing}: {enough}")
-    if unsure := _roles(pair, lambda side: fails(side) and _is_auto(side)):
+    if unsure := _roles(pair, lambda stage: fails(stage) and _is_auto(stage)):
         return _note(
-            f"{unsure}: {enough}, or transceiver_runtime: PYTHON: where auto takes the C++ one, longer prompts fail"
+            f"{unsure}: {enough}, or transceiver_runtime: PYTHON; if auto resolves to CPP, longer prompts fail"
         )
     if small := _roles(pair, is_small):
-        return _note(f"{small}: {enough}: longer prompts come through, with less beside them or slower")
-    if any(_buffer_of(side) is None for side in pair.sides):
+        return _note(f"{small}: {enough}: longer prompts come through, slower or with less room for others")
+    if any(_buffer_of(stage) is None for stage in pair.stages):
         return _note(
-            "give both sides max_tokens_in_buffer of at least the longest prompt, as TensorRT-LLM's guide says; the "
-            "C++ transceiver has room for 512 MB otherwise (TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE)"
+            "give both workers max_tokens_in_buffer of at least the longest prompt, as TensorRT-LLM's guide says; "
+            "the C++ default is 512 MB (TRTLLM_KVCACHE_TRANSFER_BUFFER_SIZE)"
         )
     return None
 
 
-def _timeout_of(side: Side) -> str:
-    transceiver = side.args.cache_transceiver_config
-    if transceiver is not None and side.gave("cache_transceiver_config", "kv_transfer_timeout_ms"):
-        return str(transceiver.kv_transfer_timeout_ms)
-    return "unset"
+def _timeout_of(stage: Stage) -> str:
+    is_given = stage.gave("cache_transceiver_config", "kv_transfer_timeout_ms")
+    return str(_in_transceiver(stage, "kv_transfer_timeout_ms", "unset")) if is_given else "unset"
 
 
-@_rule("kv_transfer_timeout_ms", _timeout_of)
-@_of_transceivers
+@_rule("kv_transfer_timeout_ms", _timeout_of, of_transceivers=True)
 def _timeout(pair: Pair) -> Problem | None:
-    """KV that no decode worker fetches is held until then: without an end, for ever"""
-    is_endless = {"None"} if pair.deployment.trtllm_version >= TRANSFERS_END_BY_DEFAULT else {"None", "unset"}
-    if endless := _roles(pair, lambda side: _timeout_of(side) in is_endless):
+    """prefill holds unfetched KV until this timeout; without one, forever"""
+    is_endless = {"None"} if pair.trtllm_version >= TRANSFERS_END_BY_DEFAULT else {"None", "unset"}
+    if endless := _roles(pair, lambda stage: _timeout_of(stage) in is_endless):
         return _error(f"{endless}: cache_transceiver_config.kv_transfer_timeout_ms: 60000")
     if _timeout_of(pair.prefill) != _timeout_of(pair.decode):
-        return _note(
-            "the same kv_transfer_timeout_ms on both sides, or one of them gives up while the other waits"
-        )
+        return _note("the same kv_transfer_timeout_ms on both workers, or one gives up while the other waits")
     return None
 
 
-@_rule("overlap scheduler", lambda side: "off" if side.args.disable_overlap_scheduler else "on")
+@_rule("overlap scheduler", lambda stage: "off" if stage.args.disable_overlap_scheduler else "on")
 def _overlap(pair: Pair) -> Problem | None:
-    """context_only requests and overlapping steps exclude each other in older TensorRT-LLM"""
+    """older TensorRT-LLM refuses context_only requests with the overlap scheduler"""
     if instead := unmet_by_prefill(pair.prefill.described).get("overlap_scheduler"):
         return _error(f"prefill: {instead}")
     if problem := _note_of_decode(overlap_misfit(pair.decode.settings)):
@@ -326,199 +361,248 @@ def _overlap(pair: Pair) -> Problem | None:
     return _note("fine since TensorRT-LLM PR 10755; older versions refuse context_only requests with it")
 
 
-def _window_of(side: Side) -> str:
-    window = side.args.kv_cache_config.max_attention_window
+def _window_of(stage: Stage) -> str:
+    window = stage.args.kv_cache_config.max_attention_window
     return "model's" if window is None else str(window)
 
 
 _rule(
     "KV dtype",
-    lambda side: side.fingerprint.kv_dtype,
-    "KV moves as it is stored: another dtype reads other numbers",
+    lambda stage: stage.fingerprint.kv_dtype,
+    "KV is copied as bytes, so both must read the same dtype",
 )(
     _equal(
         "kv_dtype",
-        "the same kv_cache_config.dtype on both sides (`auto` is the model's: give --model to resolve it)",
+        "the same kv_cache_config.dtype on both workers (`auto` is the model's: give --model to resolve it)",
     )
 )
 
-_rule("dtype", lambda side: side.fingerprint.dtype, "the model's own KV dtype follows from it")(
-    _equal("dtype", "the same dtype on both sides")
+_rule("dtype", lambda stage: stage.fingerprint.dtype, "`auto` KV has this dtype")(
+    _equal("dtype", "the same dtype on both workers")
 )
 
-_rule("attention window", _window_of, "KV pools are laid out by it, layer by layer")(
+_rule("attention window", _window_of, "it sets the KV pool's layout of each layer")(
     _same(_window_of, "kv_cache_config.max_attention_window")
 )
 
 
-@_rule("tokens_per_block", lambda side: side.fingerprint.block_size)
+@_rule("tokens_per_block", lambda stage: stage.fingerprint.block_size)
 def _block_size(pair: Pair) -> Problem | None:
-    """blocks are what moves, what is reused and what the router counts in"""
-    prefill, decode = (side.fingerprint.block_size for side in pair.sides)
+    """blocks are the unit of transfer, reuse and routing"""
+    prefill, decode = (stage.fingerprint.block_size for stage in pair.stages)
     if prefill != decode:
-        return _error(f"kv_cache_config.tokens_per_block: {prefill} on both sides")
-    wanted = pair.deployment.kv_block_size
+        return _error(f"kv_cache_config.tokens_per_block: {prefill} on both workers")
+    wanted = pair.kv_block_size
     if wanted is not None and wanted != prefill:
         return _error(
-            f"--kv-block-size {prefill}, for the router too; or tokens_per_block: {wanted} on both sides"
+            f"--kv-block-size {prefill}, for the router too; or tokens_per_block: {wanted} on both workers"
         )
     if wanted is None and prefill != DEFAULT_BLOCK_SIZE:
-        return _note(f"the router has to count in blocks of {prefill} too: there, --kv-block-size {prefill}")
+        return _note(f"the router must count in blocks of {prefill} too: give it --kv-block-size {prefill}")
     return None
 
 
-@_rule("KV events", lambda side: "reuse on" if side.args.kv_cache_config.enable_block_reuse else "reuse off")
+@_rule(
+    "KV events", lambda stage: "reuse on" if stage.args.kv_cache_config.enable_block_reuse else "reuse off"
+)
 def _reuse(pair: Pair) -> Problem | None:
-    """the worker that the frontend routes to tells which blocks it has"""
+    """the frontend routes by the blocks that workers report"""
 
-    def streams(side: Side) -> bool:
-        events = side.args.kv_cache_config.kv_events_config
+    def streams(stage: Stage) -> bool:
+        events = stage.args.kv_cache_config.kv_events_config
         return events is not None and bool(events.enable_kv_cache_events)
 
-    routed = STRATEGIES[pair.deployment.strategy].kv_routed_roles
+    routed = STRATEGIES[pair.strategy].kv_routed_roles
     if streaming := _roles(pair, streams):
-        return _error(f"{streaming}: no kv_events_config: this worker polls its events (--publish-kv-events)")
+        return _error(
+            f"{streaming}: remove kv_events_config: the worker polls KV events itself (--publish-kv-events)"
+        )
     if blind := _roles(
-        pair, lambda side: side.role.value in routed and not side.args.kv_cache_config.enable_block_reuse
+        pair,
+        lambda stage: (
+            stage.role.value in routed
+            and not stage.args.kv_cache_config.enable_block_reuse
+            and not (stage.role is Role.DECODE and stage.config.images)
+        ),
     ):
-        return _note(f"{blind}: enable_block_reuse: true, or KV routing has nothing to find")
+        return _note(f"{blind}: enable_block_reuse: true, or KV routing finds no blocks")
     return None
 
 
-@_rule("max_beam_width", lambda side: side.args.max_beam_width)
+def _images_of(stage: Stage) -> str:
+    return ", ".join(filter(None, ("on", model_type_of(stage.model)[0]))) if stage.config.images else "off"
+
+
+@_rule("images", _images_of)
+def _images(pair: Pair) -> Problem | None:
+    """TensorRT-LLM's decode worker knows blocks by text alone, not by their images"""
+    if pair.prefill.config.images and not pair.decode.config.images:
+        return _error(f"decode: {IMAGES_FLAG}, which checks its engine")
+    errors, doubts = (
+        [f"{stage.role}: {each}" for stage in pair.stages for each in judge(stage.config, stage.arguments)]
+        for judge in (image_errors, image_warnings)
+    )
+    return _error("; ".join(errors)) if errors else _note("; ".join(doubts)) if doubts else None
+
+
+@_rule("max_beam_width", lambda stage: stage.args.max_beam_width)
 def _beams(pair: Pair) -> Problem | None:
     """a handoff carries the KV of one beam"""
-    wide = _roles(pair, lambda side: side.args.max_beam_width != 1)
+    wide = _roles(pair, lambda stage: stage.args.max_beam_width != 1)
     return _error(f"{wide}: max_beam_width: 1") if wide else None
 
 
 _rule(
     "speculative decoding",
-    lambda side: side.fingerprint.speculative or "off",
-    "draft layers have KV of their own, and a handoff carries the first draft tokens",
+    lambda stage: stage.fingerprint.speculative or "off",
+    "draft layers have their own KV, and a handoff carries the first draft tokens",
 )(
     _equal(
         "speculative",
-        "the same speculative_config on both sides, or on the Python transceiver at decode only",
+        "the same speculative_config on both workers, or on the Python transceiver at decode only",
     )
 )
 
 
+@_rule("host_cache_size", lambda stage: f"{_host_cache(stage) >> 30} GiB" if _host_cache(stage) else "off")
+def _offload(pair: Pair) -> Problem | None:
+    """only block reuse finds blocks again that moved to host memory"""
+    if unused := _roles(
+        pair, lambda stage: _host_cache(stage) > 0 and not stage.args.kv_cache_config.enable_block_reuse
+    ):
+        return _error(f"{unused}: enable_block_reuse: true, or no host_cache_size")
+    if _host_cache(pair.decode) and not _host_cache(pair.prefill):
+        return _note(
+            "prefill: host_cache_size: prefill computes the prompts; decode looks up only those that stay local"
+        )
+    return None
+
+
+def _host_cache(stage: Stage) -> int:
+    return stage.args.kv_cache_config.host_cache_size or 0
+
+
+#: Published recipes count the answer in max_seq_len, but not in max_num_tokens.
+_SLIGHTLY = 1.25
+
+
 @_rule(
     "max_num_tokens",
-    lambda side: f"{side.args.max_num_tokens}{', chunked' if side.args.enable_chunked_prefill else ''}",
+    lambda stage: f"{stage.args.max_num_tokens}{', chunked' if stage.args.enable_chunked_prefill else ''}",
 )
 def _steps(pair: Pair) -> Problem | None:
-    """a prompt that fits no step is refused unless it may be cut"""
-    args, longest = pair.prefill.args, pair.longest_prompt
+    """without chunking, TensorRT-LLM refuses prompts above max_num_tokens"""
+    args, longest = pair.prefill.args, pair.prefill.longest
     if args.enable_chunked_prefill or (longest is not None and longest <= args.max_num_tokens):
         return None
     if longest is None:
         return _note(
             "prefill: max_seq_len is the model's; enable_chunked_prefill: true, or max_num_tokens of the longest prompt"
         )
-    return _error(f"prefill: enable_chunked_prefill: true, or max_num_tokens: {longest}")
+    say = _note if longest <= _SLIGHTLY * args.max_num_tokens else _error
+    beyond = f"prompts above {args.max_num_tokens} tokens are refused"
+    return say(f"prefill: enable_chunked_prefill: true, or max_num_tokens: {longest}; {beyond}")
 
 
-@_rule("max_seq_len", lambda side: side.max_seq_len or "model's")
+@_rule("max_seq_len", lambda stage: stage.fingerprint.max_seq_len or "model's")
 def _lengths(pair: Pair) -> Problem | None:
-    """a prompt that prefill takes must fit where it is decoded"""
-    prefill, decode = (side.longest for side in pair.sides)
+    """decode must have room for every prompt that prefill accepts"""
+    prefill, decode = (stage.longest for stage in pair.stages)
     if prefill is not None and decode is not None and prefill > decode:
         return _error(f"decode: max_seq_len: {prefill}")
-    if beyond := _roles(pair, lambda side: side.max_seq_len != side.longest):
-        longest = next(side.longest for side in pair.sides if side.max_seq_len != side.longest)
-        return _note(f"{beyond}: max_seq_len: {longest}, the model's own, which TensorRT-LLM takes instead")
+    if beyond := _roles(pair, lambda stage: stage.fingerprint.max_seq_len != stage.longest):
+        longest = next(
+            stage.longest for stage in pair.stages if stage.fingerprint.max_seq_len != stage.longest
+        )
+        return _note(f"{beyond}: max_seq_len: {longest}, the model's own, to which TensorRT-LLM lowers it")
     return None
 
 
-@_rule("switch", lambda side: ", ".join(fixed_by(side.config)))
+@_rule("switch", lambda stage: ", ".join(fixed_by(stage.config)))
 def _switch(pair: Pair) -> Problem | None:
-    """after a switch the other worker is the first stage, and a frontend keeps one context length for a model"""
-    if flags := ", ".join(flag for side in pair.sides for flag in fixed_by(side.config)):
-        return _note(
-            f"this pair cannot be switched: only workers at the usual endpoints can, without {flags}"
-        )
-    prefill, decode = (side.longest for side in pair.sides)
+    """a switch swaps the first stage, and the frontend keeps one context length per model"""
+    if flags := ", ".join(flag for stage in pair.stages for flag in fixed_by(stage.config)):
+        return _note(f"this pair cannot be switched; to switch it, leave out {flags}")
+    prefill, decode = (stage.longest for stage in pair.stages)
     if prefill is None or decode is None or prefill >= decode:  # a longer prefill is an error
         return None
     return _note(
-        f"this pair cannot be switched: the same max_seq_len on both sides; prompts above {prefill} tokens do not fit "
-        "the prefill worker, though decode has room"
+        f"this pair cannot be switched; to switch it, set the same max_seq_len on both workers: prompts above "
+        f"{prefill} tokens do not fit the prefill worker"
     )
 
 
-@_rule("model", lambda side: side.model or "not given")
+@_rule("model", lambda stage: stage.model or "not given")
 def _model(pair: Pair) -> Problem | None:
-    """KV of one model means nothing to another"""
-    sides = pair.prefill.described, pair.decode.described
+    """KV is only valid for its own model"""
+    stages = pair.prefill.described, pair.decode.described
     if pair.prefill.model == pair.decode.model and pair.prefill.revision != pair.decode.revision:
-        return _error("the same revision on both sides")
-    if None in (sides[0]["weights"], sides[1]["weights"]) or BY_KEY["weights"].fits(*sides):
+        return _error("the same revision on both workers")
+    if None in (stages[0]["weights"], stages[1]["weights"]) or BY_KEY["weights"].fits(*stages):
         return None
-    if "" in (sides[0]["layout"], sides[1]["layout"]):
+    if "" in (stages[0]["layout"], stages[1]["layout"]):
         return _note(
-            "two names: only one model in two precisions makes a pair; give directories to compare them"
+            "the models have two names; give directories to check that they are one model in two precisions"
         )
-    return _error("one model on both sides, or two precisions of it with one tokenizer")
+    return _error("one model on both workers, or two precisions of it with one tokenizer")
 
 
-_rule("tokenizer", lambda side: side.given.get("tokenizer") or "model's", "both count the same tokens")(
-    _same(lambda side: side.given.get("tokenizer"), "tokenizer")
-)
+_rule(
+    "tokenizer", lambda stage: stage.given.get("tokenizer") or "model's", "both must count the same tokens"
+)(_same(lambda stage: stage.given.get("tokenizer"), "tokenizer"))
 
 
-@_rule("parallelism", lambda side: str(side.settings))
+@_rule("parallelism", lambda stage: str(stage.settings))
 def _ranks(pair: Pair) -> Problem | None:
-    """it may differ; KV is cut anew on the way"""
-    prefill, decode = (side.args for side in pair.sides)
+    """may differ: the transceiver reshapes KV"""
+    prefill, decode = (stage.args for stage in pair.stages)
     if instead := unmet_by_prefill(pair.prefill.described).get("context_parallel_size"):
         return _error(f"prefill: {instead}")
     runtime = pair.decode.fingerprint.transceiver_runtime
     if decode.context_parallel_size != 1 and runtime != "CPP":
-        instead = "transceiver_runtime: CPP on both sides: the Python one takes no context parallelism"
+        instead = "transceiver_runtime: CPP on both workers: the Python one has no context parallelism"
         return _error(instead) if runtime == "PYTHON" else _note(instead)
     if prefill.pipeline_parallel_size != decode.pipeline_parallel_size and decode.pipeline_parallel_size > 1:
         return _note(
-            "layers are regrouped on the way to a decode worker with pipeline stages: try this pair with a long prompt"
+            "the transceiver regroups layers for decode's pipeline stages: test this pair with a long prompt"
         )
     return None
 
 
-@_rule("GPUs", lambda side: ",".join(side.gpus) or "not given")
+@_rule("GPUs", lambda stage: ",".join(stage.gpus) or "not given")
 def _gpus(pair: Pair) -> Problem | None:
-    """every worker takes the first GPUs that it sees"""
-    if not all(side.gpus for side in pair.sides):
+    """each worker uses the first GPUs that it sees"""
+    if not all(stage.gpus for stage in pair.stages):
         return None
     few = [
-        f"{side.role}: {side.num_gpus} GPUs for {side.settings}"
-        for side in pair.sides
-        if len(side.gpus) < side.num_gpus
+        f"{stage.role}: {stage.settings.num_gpus} GPUs for {stage.settings}"
+        for stage in pair.stages
+        if len(stage.gpus) < stage.settings.num_gpus
     ]
     if few:
         return _error("; ".join(few))
-    prefill, decode = (set(side.gpus[: side.num_gpus]) for side in pair.sides)
+    prefill, decode = (set(stage.gpus[: stage.settings.num_gpus]) for stage in pair.stages)
     shared = sorted(prefill & decode)
-    memory = sum(side.args.kv_cache_config.free_gpu_memory_fraction or 0 for side in pair.sides)
+    memory = sum(stage.args.kv_cache_config.free_gpu_memory_fraction or 0 for stage in pair.stages)
     if not shared:
         return None
     if memory > 1:
         return _error(
-            f"GPUs of their own: both have {', '.join(shared)}; or free_gpu_memory_fraction below 0.5 on both"
+            f"separate GPUs (both have {', '.join(shared)}), or free_gpu_memory_fraction below 0.5 on both"
         )
     return _note(
-        f"both share GPU {', '.join(shared)}: each sees as free what the other has left when it loads"
+        f"both share GPU {', '.join(shared)}: each measures free memory when it loads, so the order of loading matters"
     )
 
 
-def _graphs_of(side: Side) -> str:
-    most = side.settings.largest_graph
-    return "default" if most is None else f"up to {most}" if most else "off"
+def _graphs_of(stage: Stage) -> str:
+    largest = stage.settings.largest_graph
+    return "default" if largest is None else f"up to {largest}" if largest else "off"
 
 
 @_rule("CUDA graphs", _graphs_of)
 def _graphs(pair: Pair) -> Problem | None:
-    """decode is bound by launches without them"""
+    """without CUDA graphs, kernel launches limit decode"""
     return _note_of_decode(graphs_misfit(pair.decode.settings))
 
 
@@ -526,17 +610,40 @@ def _note_of_decode(misfit: Misfit | None) -> Problem | None:
     return misfit and _note(f"decode: {misfit.cost}")
 
 
-_rule(
-    "guided decoding",
-    lambda side: side.args.guided_decoding_backend or "off",
-    "prefill samples the first token of a guided answer",
-)(_same(lambda side: side.args.guided_decoding_backend, "guided_decoding_backend"))
+@_rule("guided decoding", lambda stage: stage.args.guided_decoding_backend or "off")
+def _guides(pair: Pair) -> Problem | None:
+    """both stages sample by the guide; a worker refuses guided requests if its engine has no backend"""
+    prefill, decode = (stage.args.guided_decoding_backend for stage in pair.stages)
+    if prefill != decode:
+        return _error("the same guided_decoding_backend on both workers")
+    return None if decode else _note("both: guided_decoding_backend: xgrammar, for JSON and forced tools")
 
 
-@_rule("NIXL plugins", lambda side: "")
+@_rule("parsers", lambda stage: f"{stage.config.tool_call_parser}, {stage.config.reasoning_parser}")
+def _parsers(pair: Pair) -> Problem | None:
+    """without parsers, answers contain the model's markup instead of tool_calls and reasoning_content"""
+    lacking = {flag for stage in pair.stages for flag in lacking_parsers(stage.config, stage.model)}
+    return (
+        _note(f"both: {', '.join(sorted(lacking))}, or in worker.env beside the files") if lacking else None
+    )
+
+
+@_rule("engine-stall-timeout", lambda stage: f"{_stall_of(stage):g} s")
+def _stall(pair: Pair) -> Problem | None:
+    """if no request gets a token for this long, the worker counts its engine as dead and exits"""
+    early = _roles(pair, lambda stage: 0 < _stall_of(stage) < stall_seconds(stage.args.model_dump()))
+    return _note(f"{early}: shorter than the longest step; leave the flag out") if early else None
+
+
+def _stall_of(stage: Stage) -> float:
+    given = stage.config.engine_stall_timeout
+    return stall_seconds(stage.args.model_dump()) if given is None else given
+
+
+@_rule("NIXL plugins", lambda stage: "")
 def _plugins(pair: Pair) -> Problem | None:
-    """NIXL loads its transports from there, and finds none in a directory that is not there"""
-    folder = pair.deployment.environ.get("NIXL_PLUGIN_DIR")
+    """NIXL loads its transports from this directory"""
+    folder = pair.environ.get("NIXL_PLUGIN_DIR")
     if not folder or Path(folder).is_dir():
         return None
-    return _error(f"NIXL_PLUGIN_DIR: a directory that exists, or unset; not {folder}")
+    return _error(f"NIXL_PLUGIN_DIR: {folder} does not exist; unset it or name an existing directory")

@@ -1,4 +1,4 @@
-"""`trtllm-disagg plan`: which layout of modelled GPUs suits a model, traffic and limits, simulated in seconds."""
+"""`trtllm-disagg plan`: simulates layouts of modelled GPUs, and picks the best for a model, traffic and limits."""
 
 from __future__ import annotations
 
@@ -7,100 +7,112 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtllm_disagg.common.exits import ExitCode
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.exits import ExitCode
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from trtllm_disagg.cli import Parser
+    from trtllm_disagg.common.cli import Parser
     from trtllm_disagg.tools.plan.chart import Chart
     from trtllm_disagg.tools.plan.comparison import LayoutComparison
 
 
 def add_arguments(parser: Parser) -> None:
-    add_layout_arguments(parser)
-    parser.replaced = {"--by-limits": "give other limits by --slo"}
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.svg", help="also a picture: what is answered in time, by rate"
-    )
+    add_layout_arguments(parser, "model name, such as llama-3.1-70b-fp8, or a directory with a config.json")
+    add = parser.add_argument
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--gpus", metavar="N,...", help="GPUs in total (default: 8)")
+    text = "instead of --gpus: number of workers; the engine files set their GPUs"
+    sizes.add_argument("--workers", metavar="N,...", help=text)
+    add("--tp", metavar="N,...", help="with --gpus: GPUs per worker (default: 1, 2, 4, 8, ...)")
+    add("--gpu", metavar="NAME", help="h100_sxm, h200_sxm, b200_sxm, ... (default: the engine files')")
+    add("--json", action="store_true", help="print JSON instead of tables")
+    add("--plot", type=Path, metavar="FILE.svg", help="draw the share of answers in time, by rate")
 
 
-def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `plan` simulates and `bench strategies` measures: a model, its traffic and limits, and engines."""
-    add, configs = parser.add_argument, Path("engine_configs/modelled")
-    text = "directory with a tokenizer and a config.json"
-    add("--model", type=Path, required=True, metavar="DIR", help=text)
-    add("--slo", metavar="LIMITS", help="milliseconds that an answer may take (default: ttft=500,tpot=30)")
-    add("--workers", metavar="N,...", help="workers of a layout, all roles together (default: 2,4)")
-    text = (
-        "chat, rag, reasoning, agentic, prefixes, bursts, trace, or tokens in:out, as 4096:256 (default: all)"
-    )
+def add_layout_arguments(parser: argparse.ArgumentParser, model: str) -> None:
+    """The flags that `plan` and benchmarks/orders.py share: model, traffic, limits and engines."""
+    from trtllm_disagg.tools.plan.workloads import add_arguments as add_traffic
+
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="MODEL", help=model)
+    add("--slo", metavar="LIMITS", help="latency limits in ms (default: ttft=500,tpot=30)")
+    text = "chat, rag, reasoning, agentic, prefixes, bursts, trace, or tokens in:out, such as 4096:256 (default: all)"
     add("--workloads", metavar="NAME,...", help=text)
-    add("--trace", type=Path, metavar="FILE", help="the workload trace: lines of a Mooncake trace")
-    text = "requests a second (default: around the rate up to which the best layout keeps the limits)"
+    add_traffic(parser)
+    add("--trace", type=Path, metavar="FILE", help="file of the workload trace, in Mooncake's format")
+    text = "requests per second (default: around the best layout's highest rate within the limits)"
     add("--rates", metavar="R,...", help=text)
-    text = "agg.yaml, prefill.yaml and decode.yaml, of as many GPUs each (default: %(default)s)"
-    add("--engine-configs", type=Path, default=configs, metavar="DIR", help=text)
-    text = 'over the YAML files of all roles, as \'{"modelled": {"system": "h200_sxm"}}\''
+    text = "directory with agg.yaml, prefill.yaml, decode.yaml (default: engine_configs/modelled)"
+    add("--engine-configs", type=Path, metavar="DIR", help=text)
+    text = 'overrides the YAML files of all roles, such as \'{"modelled": {"system": "h200_sxm"}}\''
     add("--override-engine-args", default="", metavar="JSON", help=text)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    # Imported here: `--help` needs no tables.
     import msgspec
 
-    from trtllm_disagg.console import Console
-    from trtllm_disagg.processes.steadily import without_silence
+    from trtllm_disagg.common.console import Console
+    from trtllm_disagg.common.steadily import without_silence
     from trtllm_disagg.tools.plan.chart import picture
     from trtllm_disagg.tools.plan.comparison import compare_layouts
-    from trtllm_disagg.tools.plan.layouts import DEFAULT_WORKERS, layouts_of, worker_counts
-    from trtllm_disagg.tools.plan.modelled_gpus import Engines
+    from trtllm_disagg.tools.plan.modelled_gpus import Engines, divisions
     from trtllm_disagg.tools.plan.slo import slo_of
     from trtllm_disagg.tools.plan.workloads import chosen_workloads, rates_of
 
-    counts, slo = worker_counts(args.workers or DEFAULT_WORKERS), slo_of(args.slo)
-    files = args.engine_configs, layouts_of(max(counts))
-    engines = Engines.read("modelled", args.model, *files, args.override_engine_args)
-    workloads = list(chosen_workloads(args.workloads, args.trace, engines.longest).values())
-    rates = rates_of(args.rates) if args.rates else ()
-    with without_silence(lambda text: print(text, file=sys.stderr, flush=True), "simulating"):
-        compared = compare_layouts(engines, counts, workloads, slo, rates)
+    slo, engines = slo_of(args.slo), Engines.planned(args)
+    workloads = list(chosen_workloads(args, engines.longest).values())
+    rates, share = rates_of(args.rates) if args.rates else (), 0.0
+
+    def report(done: float) -> None:
+        nonlocal share
+        share = done
+
+    def show(text: str) -> None:
+        print(f"{text}, {share:.0%} done", file=sys.stderr, flush=True)
+
+    with without_silence(show, "simulating"):
+        sizes, refused = divisions(args, engines)
+        compared = compare_layouts(sizes, workloads, slo, rates, report)
     if args.plot:
         try:
             args.plot.write_text(picture([_chart(each) for each in compared]), encoding="utf-8")
         except OSError as error:
-            allowed = f"a file that can be written ({error.strerror})"
+            allowed = f"a writable file ({error.strerror})"
             raise ConfigError.bad_value("--plot", str(args.plot), allowed) from None
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(compared)).decode())
         return ExitCode.DONE
-    console = Console(paper=110)
+    console = Console(paper=120)
     for each in compared:
         alone = f"a lone request has {each.ttft_alone:.3g} / {each.tpot_alone:.3g}"
         console.paragraph(
-            f"{each.subject}\nTTFT / TPOT in ms, medians; {alone}; * = the limits are not kept\n"
+            f"{each.subject}\nTTFT / TPOT in ms, medians; {alone}; * = misses the limits; TP2 = 2 GPUs a worker\n"
         )
         console.print(_at_rates(each))
         console.print()
+    for size, why in refused.items():
+        console.paragraph(f"without workers of {size} GPU{'s' * (size > 1)}: {why}")
     for each in compared:
         console.paragraph(each.sentence())
     return ExitCode.DONE
 
 
 def _at_rates(compared: LayoutComparison) -> Table:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("requests/s", box=None, pad_edge=False)
-    for each in next(iter(compared.layouts.values())).at:
-        table.add_column(f"{each.rate:.3g}", justify="right")
+    table = Table(Column("requests/s", no_wrap=True), box=None, pad_edge=False)
+    rates = [each.rate for each in compared.layouts[compared.best].at]
+    for rate in rates:
+        table.add_column(f"{rate:.3g}", justify="right")
     for header in ("up to", "tok/s/GPU"):
         table.add_column(header, justify="right")
     for name, result in compared.layouts.items():
-        times = [f"{each.times}{' ' if each.keeps_limits else '*'}" for each in result.at]
-        most = (f"{result.rate:.3g}", f"{result.tokens_s_gpu:.0f}") if result.rate else ("none", "")
-        table.add_row(name, *times, *most)
+        shown = [f"{each.times}{' ' if each.keeps_limits else '*'}" for each in result.at]
+        times = shown or [""] * len(rates)
+        peak = (f"{result.rate:.3g}", f"{result.tokens_s_gpu:.0f}") if result.rate else ("none", "")
+        table.add_row(name, *times, *peak)
     return table
 
 
@@ -110,7 +122,8 @@ def _chart(compared: LayoutComparison) -> Chart:
     points = {
         name: [(each.rate, each.rate * each.in_time) for each in result.at]
         for name, result in compared.layouts.items()
+        if result.at
     }
-    most = max(rate for each in points.values() for rate, _ in each)
+    peak = max(rate for each in points.values() for rate, _ in each)
     title = "requests/s answered within the limits"
-    return Chart(compared.subject, "requests/s offered", title, points, ("all", [(0, 0), (most, most)]))
+    return Chart(compared.subject, "requests/s offered", title, points, ("all", [(0, 0), (peak, peak)]))

@@ -1,4 +1,4 @@
-"""Charts as SVG: no library, and nothing to load."""
+"""Draws charts as SVG that loads nothing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ Point = tuple[float, float]
 
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c564b")
 _GREY, _LIGHT = "#888888", "#e5e5e5"
-#: The area of the points, and the whole chart, which is higher where it has many names.
+#: Edges of the area with the points, width of the chart, and height of a name, which can make the chart higher.
 _LEFT, _TOP, _RIGHT, _BOTTOM, _WIDTH, _NAME = 70, 46, 620, 286, 860, 18
 _SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="{}" height="{}" y="{}" font-family="sans-serif" font-size="12">'
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Points by name, joined or not, and one grey line that is not theirs."""
+    """One line per name, and one grey guide line."""
 
     title: str
     x: str
     y: str
     points: Mapping[str, Sequence[Point]]
     guide: tuple[str, Sequence[Point]]
-    are_joined: bool = True
 
     @property
     def height(self) -> int:
@@ -61,15 +60,14 @@ class Chart:
             again, place_of_colour = divmod(number, len(_COLOURS))
             colour = _COLOURS[place_of_colour]
             fill, key = "white" if again else colour, _TOP + _NAME * number
-            if self.are_joined:
-                yield _line([*map(place, points)], colour, "6 3" if again else "none")
+            yield _line([*map(place, points)], colour, "6 3" if again else "none")
             yield _dot((_RIGHT + 24, key), colour, fill, name) + _text((_RIGHT + 36, key + 4), name)
             for point in points:
                 yield _dot(place(point), colour, fill, f"{name}: {point[0]:.3g}, {point[1]:.3g}")
 
 
 def picture(charts: Sequence[Chart]) -> str:
-    """One file, the charts one below the other."""
+    """One SVG file, with the charts below each other."""
     parts, top = [], 0
     for chart in charts:
         parts.append(chart.svg(top))
@@ -77,12 +75,12 @@ def picture(charts: Sequence[Chart]) -> str:
     return f"{_SVG.format(_WIDTH, top, 0)}\n{''.join(parts)}</svg>\n"
 
 
-def _ticks(most: float) -> list[float]:
-    """Round numbers from 0 to `most` or the next one above it."""
-    rough = (most or 1.0) / 5
+def _ticks(highest: float) -> list[float]:
+    """Round numbers from 0 to at least `highest`."""
+    rough = (highest or 1.0) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    return [number * step for number in range(math.ceil((most or 1.0) / step - 1e-9) + 1)]
+    return [number * step for number in range(math.ceil((highest or 1.0) / step - 1e-9) + 1)]
 
 
 def _text(at: Point, text: str, style: str = "") -> str:

@@ -1,6 +1,5 @@
-"""Simulates a layout under its strategy, event by event: which worker gets a request, what is cached there, what is
-computed and moved where. Deciders and the selection of the second stage are the handlers' own; our software takes no
-time.
+"""Simulates a layout under its strategy, event by event: which worker gets a request, what it caches, computes and
+moves. Uses the handlers' deciders and selection of the second stage. Our software takes no time.
 """
 
 from __future__ import annotations
@@ -14,69 +13,67 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, Facts
+from trtllm_disagg.config.deciders import ALWAYS, DECIDERS, Facts, agreed, auto_rules
 from trtllm_disagg.engines.modelled.step_times import Chunk
-from trtllm_disagg.handlers.attempts import AUTO
-from trtllm_disagg.handlers.decide import agreed, auto_rules
-from trtllm_disagg.handlers.select import InFlight, LeastLoaded, RoundRobin
+from trtllm_disagg.handlers.selection import InFlight, LeastLoaded, RoundRobin
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.plan.layouts import Layout
 from trtllm_disagg.tools.plan.simulation import Blocks, ModelledWorker, SimulatedPoint
 from trtllm_disagg.tools.plan.slo import ENOUGH_IN_TIME, QUANTITIES, Quantity, Slo
 from trtllm_disagg.tools.plan.workloads import Ask
 
-#: Calls something at a time, in seconds.
+#: Calls a function at a time, in seconds.
 At = Callable[[float, Callable[[float], None]], None]
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request at one worker's engine."""
+    """A request in one worker's engine."""
 
     ask: Ask
-    #: Called with the time: when the prompt that is computed here is done, and after the last of these decode steps.
+    #: Called with the time when the prompt is computed here, and after the last decode step.
     wake: Callable[[float], None]
     is_prefill: bool
     steps: int
-    #: Prompt tokens that are cached or computed.
+    #: Prompt tokens cached or computed.
     done: int = 0
     reserved: int = 0
 
 
 class Worker:
-    """An engine, which admits jobs in order of arrival, as many as its batch and its pool hold, and what its handlers
-    know of other workers. Steps between two events are one run. A job without decode steps keeps its blocks.
+    """An engine, and what its handlers know of peers. Admits jobs in order of arrival while the batch and the pool have
+    room. The steps between two events are one run. A job without decode steps keeps its blocks.
     """
 
     def __init__(self, number: int, gpu: ModelledWorker, at: At) -> None:
         self.number, self.gpu, self._at = number, gpu, at
         self.blocks = Blocks(gpu.pool_tokens, gpu.block_tokens)
-        #: Prompt tokens so far; requests that it answers; its calls without an answer yet.
+        #: Prompt tokens computed; requests being answered; calls without an answer.
         self.computed = self.answering = self.unanswered = 0
         self._in_flight = InFlight()
         self._selector = LeastLoaded(self._in_flight)
         self._out_free_at = self._in_free_at = 0.0
         self._waiting = deque[_Job]()
         self._prefilling: list[_Job] = []
-        #: A heap of (the step at which the job ends, a tie breaker, job), and their tokens of context together.
+        #: A heap of (last step, tie breaker, job), and the sum of their context tokens.
         self._decoding: list[tuple[int, int, _Job]] = []
         self._steps_done = self._context = 0
-        #: The run: when it began, its steps, the seconds of each, the chunks of prompts in it, and the number of the
-        #: event that ends it; None: idle. A run that is cut short gets another number.
+        #: The run: its begin, steps, seconds per step, prompt chunks, and the number of its end event (None: idle). A
+        #: run that is cut short gets another number.
         self._begin, self._steps, self._seconds = 0.0, 0, 0.0
         self._chunks: list[tuple[_Job, int]] = []
         self._due: int | None = None
         self._numbers = itertools.count()
 
     def call(self, ask: Ask, peers: Sequence[Worker]) -> tuple[Worker, Callable[[], None]]:
-        """The peer that `--next-router kv` selects, and what ends the call."""
+        """Returns the peer that `--next-router kv` selects, and a function that ends the call."""
         called = {each.number: each for each in peers}
         cached = {number: each.blocks.cached(ask) for number, each in called.items()}
         chosen = self._selector.cheapest(self._selector.work(cached))
         return called[chosen], self._in_flight.enter(chosen, ask.prompt_tokens)
 
     def sent_at(self, now: float, receiver: Worker, tokens: int) -> float:
-        """When their KV is there. Each link takes one transfer after the other."""
+        """Time when the KV has arrived. Each link does one transfer at a time."""
         begin = max(now, self._out_free_at, receiver._in_free_at)
         self._out_free_at = receiver._in_free_at = begin + self.gpu.sending_seconds(tokens)
         return self._out_free_at + self.gpu.gpus.facts.link_latency
@@ -84,7 +81,7 @@ class Worker:
     def add(self, now: float, job: _Job) -> None:
         self._waiting.append(job)
         if self._due is None:
-            self._go_on_at(now)  # after all that arrives at the same moment
+            self._go_on_at(now)  # after all other arrivals of this moment
         elif self._steps > 1 and self._has_place_for(self._waiting[0]):
             steps = max(1, math.ceil((now - self._begin) / self._seconds))
             if steps < self._steps:
@@ -96,7 +93,7 @@ class Worker:
         self._at(moment, partial(self._go_on, self._due))
 
     def _go_on(self, due: int, now: float) -> None:
-        """A run has ended, and the next one begins."""
+        """Ends a run, and begins the next."""
         if due != self._due:
             return
         self._due = None
@@ -160,19 +157,19 @@ class Worker:
 
 
 class Router:
-    """The frontend's KV router: a worker costs what it has to compute, and the prompts of all that it answers."""
+    """The frontend's KV router. A worker's cost: the tokens to compute, and the prompts that it is answering."""
 
     def __init__(self, workers: Sequence[Worker]) -> None:
         self._workers = workers
-        self._turns = RoundRobin()
+        self._round_robin = RoundRobin()
         self._prefilling = [0] * len(workers)
         self._answering = [Blocks(math.inf, 1) for _ in workers]
 
     def pick(self, ask: Ask) -> tuple[Worker, Callable[[], None], Callable[[], None]]:
-        """The worker, and what is called when the request has its first token and when it ends."""
+        """Returns the worker, and functions to call at the first token and at the end."""
         uncached = [ask.prompt_tokens - each.blocks.cached(ask) for each in self._workers]
         work = zip(self._prefilling, uncached, self._answering, strict=True)
-        chosen = self._turns.cheapest(
+        chosen = self._round_robin.cheapest(
             {i: waiting + own + all_.used + all_.wanted(ask) for i, (waiting, own, all_) in enumerate(work)}
         )
         tokens, answering = uncached[chosen], self._answering[chosen]
@@ -189,55 +186,54 @@ class Fleet:
     """All workers of a layout, and the frontend."""
 
     def __init__(self, layout: Layout, gpus: Mapping[str, ModelledWorker], slo: Slo | None = None) -> None:
-        spec, self.num_late = spec_of(layout.strategy), 0
-        #: In seconds.
+        self.spec, self.num_late = spec_of(layout.strategy), 0
         self.limits = [(name, limit / 1000) for name, limit in slo.limits.items()] if slo else []
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self.workers = {
             role: [Worker(number, gpus[role], self.at) for number in range(layout.count(role))]
-            for role in spec.roles
+            for role in self.spec.roles
         }
-        # The frontend's own chain begins as prefill_first does.
-        self.role = spec.entry_role or "prefill"
-        self.router = Router(self.workers[self.role])
-        self._is_auto = layout.strategy == AUTO
-        names = auto_rules(layout.decider) if self._is_auto else (layout.decider,)
+        self.is_prefill_first = self.spec.first_role == "prefill"
+        self.router = Router(self.workers[self.spec.first_role])
+        names = auto_rules(layout.decider) if self.spec.chooses_order else (layout.decider,)
         self._rules = [] if names == (ALWAYS,) else [DECIDERS[name]() for name in names]
 
     def at(self, moment: float, call: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (moment, next(self._numbers), call))
 
-    def run(self, most_late: float) -> bool:
-        """Whether all requests have ended before more than `most_late` were late."""
-        while self._events and self.num_late <= most_late:
+    def run(self, max_late: float) -> bool:
+        """Returns whether all requests ended before more than `max_late` were late."""
+        while self._events and self.num_late <= max_late:
             moment, _, call = heapq.heappop(self._events)
             call(moment)
         return not self._events
 
     def uses_both(self, worker: Worker, ask: Ask) -> bool:
-        """Whether the worker that got the request calls one of the other role; by its decider."""
-        if self.role == "agg" or not self._rules:
-            return self.role != "agg"
+        """Whether the decider of the worker calls a worker of the other role."""
+        if not self._rules or not self.spec.is_disaggregated:
+            return self.spec.is_disaggregated
         uncached, peers = ask.prompt_tokens - worker.blocks.cached(ask), len(self.workers["prefill"])
-        depth, most = max(0, worker.unanswered - peers), ask.prompt_tokens + ask.output_tokens
-        facts = Facts(ask.prompt_tokens, uncached, depth, most, self.role == "prefill", 0, 0, 0.0, None)
+        depth, max_total_tokens = max(0, worker.unanswered - peers), ask.prompt_tokens + ask.output_tokens
+        facts = Facts(
+            ask.prompt_tokens, uncached, depth, max_total_tokens, self.is_prefill_first, 0, 0, 0.0, None
+        )
         return agreed(*(rule.decide(facts) for rule in self._rules)).both_stages
 
     def is_full(self, worker: Worker) -> bool:
-        """Then `auto` runs the other order, so that another decode worker can be found."""
-        return self._is_auto and worker.answering >= worker.gpu.max_batch
+        """A strategy that chooses the order then runs the other one, to find another decode worker."""
+        return self.spec.chooses_order and worker.answering >= worker.gpu.max_batch
 
 
 @dataclass(slots=True, eq=False)
 class _Served:
-    """What becomes of a request. Times in seconds."""
+    """One request. Times in seconds."""
 
     fleet: Fleet
     ask: Ask
     first: float = 0.0
     end: float = 0.0
-    #: Tokens of which KV was moved.
+    #: Tokens whose KV moved.
     moved: int = 0
     by_one_worker: bool = True
 
@@ -251,18 +247,18 @@ class _Served:
         self.fleet.at(self.ask.arrival, wake)
 
     def _process(self, wake: Callable[[float], None]) -> Generator[None, float, None]:
-        """At each `yield` the request waits, and gets the time at which that has happened. Its first token leaves
-        before any KV moves, whichever stage is the first one.
+        """Each `yield` waits for an event, and gets its time. In either order, the first token leaves before any KV
+        moves.
         """
         now, fleet, ask, steps = (yield), self.fleet, self.ask, self.ask.output_tokens - 1
         entry, has_first_token, has_ended = fleet.router.pick(ask)
         self.by_one_worker = not fleet.uses_both(entry, ask)
         prefill, decode, calls = entry, entry, list[Callable[[], None]]()
-        if fleet.role == "decode" and not self.by_one_worker:
+        if not self.by_one_worker and not fleet.is_prefill_first:
             prefill, end_call = entry.call(ask, fleet.workers["prefill"])
             calls.append(end_call)
             entry.unanswered += 1
-        is_chosen_later = not self.by_one_worker and (fleet.role == "prefill" or fleet.is_full(entry))
+        is_chosen_later = not self.by_one_worker and (fleet.is_prefill_first or fleet.is_full(entry))
         entry.answering += not is_chosen_later
         job = _Job(ask, wake, True, steps if self.by_one_worker else 0)
         prefill.add(now, job)
@@ -275,7 +271,7 @@ class _Served:
             calls.append(end_call)
             decode.answering += 1
         elif calls:
-            calls.pop()()  # it has its whole answer
+            calls.pop()()  # the whole answer came from this worker
         if steps and not self.by_one_worker:
             self.moved = prefill.blocks.whole(ask.prompt_tokens) - decode.blocks.cached(ask)
             fleet.at(prefill.sent_at(now, decode, self.moved), wake)
@@ -305,7 +301,7 @@ class _Served:
 def simulate(
     layout: Layout, gpus: Mapping[str, ModelledWorker], asks: Sequence[Ask], slo: Slo | None = None
 ) -> SimulatedPoint:
-    """Runs the requests on a layout; with `slo` only until it is clear that too few keep it. `gpus`: by role."""
+    """Runs the requests on a layout; with `slo`, stops when too many miss it. `gpus`: by role."""
     fleet, count = Fleet(layout, gpus, slo), len(asks)
     served = [_Served(fleet, ask) for ask in asks]
     for each in served:

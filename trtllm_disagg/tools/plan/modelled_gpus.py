@@ -1,97 +1,173 @@
-"""The engine files of modelled GPUs, and what their tables say of a worker."""
+"""Reads engine files of modelled GPUs, and builds workers from their tables."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from trtllm_disagg.config.engine_args import merged_args, override_of
 from trtllm_disagg.config.yaml_file import read_mapping, shipped
-from trtllm_disagg.engines.modelled.config import checked
+from trtllm_disagg.engine.table import ENGINES
+from trtllm_disagg.engines.modelled.build import require_tables
+from trtllm_disagg.engines.modelled.config import ModelledArgs, checked
+from trtllm_disagg.engines.modelled.tables import MAX_CONTEXT, known_model, known_models, read_model_config
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import WorkerRole, spec_of
-from trtllm_disagg.tools.plan.layouts import Layout
+from trtllm_disagg.tools.plan.layouts import Layout, layouts_of, worker_counts
 from trtllm_disagg.tools.plan.simulation import ModelledWorker
 from trtllm_disagg.tools.up.gpus import PARALLEL_SIZES, num_ranks
 from trtllm_disagg.tools.up.up_command import default_name
 
-#: Tokens of the longest request, where no engine file says it.
-LONGEST = 1 << 17
+ENGINE_CONFIGS = Path("engine_configs/modelled")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Engines:
-    """What the workers of each role are started with."""
+    """The arguments of each role's workers."""
 
-    engine: str
     model: Path
     arguments: Mapping[WorkerRole, dict[str, Any]]
 
     @classmethod
     def read(
-        cls, engine: str, model: Path, directory: Path, layouts: Sequence[Layout], override: str = ""
+        cls,
+        model: Path,
+        directory: Path | None,
+        layouts: Sequence[Layout],
+        override: str = "",
+        base: Mapping[str, Any] | None = None,
     ) -> Engines:
-        """`override`: JSON over the files of all roles, as a worker's --override-engine-args. Raises ConfigError."""
-        if not (model / "config.json").is_file():
-            raise ConfigError.bad_value(
-                "--model", str(model), "a directory with a tokenizer and a config.json"
-            )
-        directory = shipped(directory)
+        """`base` overrides the files, and `override` (JSON, as --override-engine-args) both. With `base`, `model` can
+        be a name. Raises ConfigError.
+        """
+        if base is None and not (model / "config.json").is_file():
+            allowed = "a directory with a tokenizer and a config.json"
+            raise ConfigError.bad_value("--model", str(model), allowed)
+        directory = shipped(directory or ENGINE_CONFIGS)
         roles = dict.fromkeys(role for layout in layouts for role in spec_of(layout.strategy).roles)
         missing = [f"{role}.yaml" for role in roles if not (directory / f"{role}.yaml").is_file()]
         if missing:
             allowed = f"a directory with {', '.join(missing)}"
             raise ConfigError.bad_value("--engine-configs", str(directory), allowed)
         files = {role: read_mapping(directory / f"{role}.yaml", "--engine-configs") for role in roles}
-        own = override_of(override, is_strict=False)
-        merged = {role: merged_args(given, own) for role, given in files.items()}
-        if engine == "modelled":
-            for given in merged.values():
-                checked(given.get("modelled") or {})
-        return cls(engine, model, merged)
+        own = override_of(override, ENGINES["modelled"])
+        merged = {role: merged_args(merged_args(given, base or {}), own) for role, given in files.items()}
+        for given in merged.values():
+            checked(given.get("modelled") or {})
+        return cls(model, merged)
 
-    @property
-    def is_modelled(self) -> bool:
-        return self.engine == "modelled"
+    @classmethod
+    def planned(cls, args: argparse.Namespace) -> Engines:
+        """The engines for `plan`, whose model can be a name. Raises ConfigError."""
+        own: dict[str, Any] = {"system": args.gpu} if args.gpu else {}
+        if not (args.model / "config.json").is_file():
+            require_tables()
+            if known_model(str(args.model)) is None:
+                allowed = f"a directory with a config.json; {known_models()}"
+                raise ConfigError.bad_value("--model", str(args.model), allowed)
+            own["model"] = str(args.model)
+        elif args.engine_configs is None:
+            own["model"] = None
+        base = {"modelled": own} | ({"max_seq_len": None} if args.engine_configs is None else {})
+        files = args.engine_configs, layouts_of(2), args.override_engine_args
+        return cls.read(args.model, *files, base)
 
     @property
     def gpus_per_worker(self) -> int:
-        """Raises ConfigError if the roles differ: the layouts would not have the same number of GPUs."""
+        """Raises ConfigError if roles differ, since layouts must have equal numbers of GPUs."""
         counts = {role: num_ranks(given) for role, given in self.arguments.items()}
         if len(set(counts.values())) > 1:
             allowed = f"one {' x '.join(PARALLEL_SIZES)} for all roles"
             raise ConfigError.bad_value("--engine-configs", counts, allowed)
         return next(iter(counts.values()))
 
+    def of_size(self, gpus: int) -> Engines:
+        """The same engines with `gpus` GPUs each, which share the experts."""
+        sizes = {
+            "tensor_parallel_size": gpus,
+            "moe_expert_parallel_size": gpus,
+            "moe_tensor_parallel_size": None,
+        }
+        return replace(
+            self, arguments={role: merged_args(given, sizes) for role, given in self.arguments.items()}
+        )
+
     @property
     def longest(self) -> int:
-        """Tokens of the longest request that every role accepts."""
-        return min(int(given.get("max_seq_len") or LONGEST) for given in self.arguments.values())
+        """Max tokens of a request that every role accepts."""
+        return min(int(given.get("max_seq_len") or self._positions) for given in self.arguments.values())
+
+    @cached_property
+    def _positions(self) -> int:
+        config = read_model_config(ModelledArgs.model_validate(next(iter(self._all))))
+        return min(int(config.get("max_position_embeddings") or MAX_CONTEXT), MAX_CONTEXT)
 
     @property
     def model_name(self) -> str:
         return self._modelled.get("model") or default_name(str(self.model))
 
     @property
-    def gpu(self) -> str:
-        """ "H100"; "GPU" where no table names one."""
-        is_named = self.is_modelled and not self._modelled.get("measured")
-        return self._modelled.get("system", "h100_sxm").partition("_")[0].upper() if is_named else "GPU"
+    def is_measured(self) -> bool:
+        return bool(self._modelled.get("measured"))
 
-    def subject(self) -> str:
-        """What is served, as "llama-3.1-8b on 1 H100 a worker"."""
-        count = self.gpus_per_worker
-        return f"{self.model_name} on {count} {self.gpu}{'s' * (count != 1)} a worker"
+    @property
+    def gpu(self) -> str:
+        """ "H100"; "GPU" if no table names it."""
+        system = str(self._modelled.get("system", "h100_sxm"))
+        return "GPU" if self.is_measured else system.partition("_")[0].upper()
 
     @property
     def _modelled(self) -> dict[str, Any]:
         return next(iter(self.arguments.values())).get("modelled") or {}
 
+    @property
+    def _all(self) -> Iterator[dict[str, Any]]:
+        return ({"model": str(self.model)} | given for given in self.arguments.values())
+
     def workers(self) -> dict[str, ModelledWorker]:
-        """The modelled workers by role. Raises ConfigError for what no table covers."""
-        return {
-            role: ModelledWorker.of({"model": str(self.model)} | given)
-            for role, given in self.arguments.items()
-        }
+        """Role -> worker. Raises ConfigError when no table covers the engine."""
+        return dict(zip(self.arguments, map(ModelledWorker.of, self._all), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """GPUs divided among workers of one size."""
+
+    gpus: int
+    engines: Engines
+    workers: Mapping[str, ModelledWorker]
+
+    @property
+    def smallest_pool(self) -> int:
+        return min(each.pool_tokens for each in self.workers.values())
+
+
+def divisions(args: argparse.Namespace, engines: Engines) -> tuple[list[Division], dict[int, str]]:
+    """Returns one division per number in --workers, or per --gpus and --tp (default: powers of two), and the refused
+    worker sizes with the reason. Raises ConfigError when none is left.
+    """
+    if args.workers:
+        each, workers = engines.gpus_per_worker, engines.workers()
+        return [Division(count * each, engines, workers) for count in worker_counts(args.workers)], {}
+    if engines.is_measured:
+        allowed = "--workers: `modelled.measured` has step times of one worker size"
+        raise ConfigError.bad_value("--gpus", args.gpus, allowed)
+    totals = worker_counts(args.gpus or "8", "--gpus")
+    powers = [1 << power for power in range(max(totals).bit_length())]
+    tried = worker_counts(args.tp, "--tp", 1) if args.tp else powers
+    found, refused = list[Division](), dict[int, str]()
+    for size in tried:
+        own = engines.of_size(size)
+        try:
+            workers = own.workers()
+        except ConfigError as error:
+            refused[size] = "its weights leave no room for KV" if "no KV budget" in str(error) else str(error)
+            continue
+        found += [Division(total, own, workers) for total in totals if total % size == 0]
+    if not found:
+        raise ConfigError("; ".join(f"{size} GPUs a worker: {why}" for size, why in refused.items()))
+    return found, refused

@@ -1,5 +1,5 @@
-"""One modelled worker: how long it takes for a request, by the engine's own tables, and its KV blocks; and the highest
-rate of a layout, whose points `fleet.py` simulates.
+"""Models one worker: request times from the engine's tables, and KV blocks. Finds the highest rate of a layout, whose
+points `fleet.py` simulates.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from trtllm_disagg.tools.plan.layouts import Layout
 from trtllm_disagg.tools.plan.slo import ENOUGH_IN_TIME, Quantity, Slo, done_share
 from trtllm_disagg.tools.plan.workloads import Ask, Shape
 
-#: How far the search for a knee goes from the first guess, in doublings: a layout may keep the SLO at no rate or, with
-#: few requests, at every rate. It tells so many parts of a doubling apart.
+#: How far the search for a knee goes from the first guess, in doublings, and its parts per doubling. A layout may keep
+#: the SLO at no rate or, with few requests, at every rate.
 _FARTHEST, PRECISE = 4.0, 16
-#: Iterations after which the batch size and the time of a request are consistent.
+#: Iterations until batch size and request time are consistent.
 _ROUNDS = 8
-#: Answers took up to 1.3 times `loaded_seconds`, because they also wait for prefills of other requests.
-_MOST_DELAY = 1.3
+#: Answers took up to 1.3 times `loaded_seconds`, since they also wait for other prefills.
+_MAX_DELAY = 1.3
 _AS_IN_THE_TABLES = Factors()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelledWorker:
-    """The step times and limits of one modelled engine."""
+    """Step times and limits of a modelled engine."""
 
     gpus: Gpus
     max_batch: int
@@ -38,14 +38,14 @@ class ModelledWorker:
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> ModelledWorker:
-        """`arguments`: those of LLM(...). Raises ConfigError for what no table covers."""
+        """`arguments`: of LLM(...). Raises ConfigError when no table covers them."""
         args = ModelledArgs.model_validate(arguments)
         gpus = open_gpus(args)
         size = args.kv_cache_config.tokens_per_block
         return cls(gpus, args.max_batch_size, args.max_num_tokens, num_kv_blocks(args, gpus) * size, size)
 
     def prefill_seconds(self, shape: Shape) -> float:
-        """Seconds to compute the prompt tokens that are not cached, in chunks."""
+        """Seconds to compute the uncached prompt tokens, in chunks."""
         prompt = round(shape.input_tokens)
         # The last token is always computed.
         done, seconds = min(round(shape.cached_tokens), prompt - 1), 0.0
@@ -56,37 +56,40 @@ class ModelledWorker:
         return seconds
 
     def decode_seconds(self, shape: Shape) -> float:
-        """A request's share of the decode steps, in the largest batch that the pool holds."""
+        """A request's share of the decode steps in the largest batch that the pool holds."""
         batch = self._largest_batch(shape)
         return self.token_seconds(shape, batch) * shape.output_tokens / batch
 
     def loaded_seconds(self, shape: Shape, rate: float) -> float:
-        """Seconds of a request at `rate` requests a second: as many run at once as arrive during one answer."""
-        batch, most = 1, self._largest_batch(shape)
+        """Seconds per request at `rate` requests/s. The batch: all arrivals during one answer."""
+        batch, limit = 1, self._largest_batch(shape)
         for _ in range(_ROUNDS + 1):
             seconds = self.prefill_seconds(shape) + self.token_seconds(shape, batch) * shape.output_tokens
-            batch = max(1, min(most, round(rate * seconds)))
+            batch = max(1, min(limit, round(rate * seconds)))
         return seconds
 
     def _largest_batch(self, shape: Shape) -> int:
         return max(1, min(self.max_batch, int(self.pool_tokens / (shape.input_tokens + shape.output_tokens))))
 
     def token_seconds(self, shape: Shape, batch: int) -> float:
-        """Seconds of a decode step in a batch of such requests."""
+        """Seconds per decode step in a batch of such requests."""
         return self.step_seconds((), batch, round(shape.input_tokens + shape.output_tokens / 2))
 
     def step_seconds(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> float:
-        parts = self.gpus.times.parts(chunks, num_decode, context)
+        # Rounded, so that similar contexts share one table lookup.
+        parts = self.gpus.times.parts(
+            chunks, num_decode, max(1, round(context / 16) * 16) if num_decode else 0
+        )
         return parts.seconds(sum(chunk.tokens for chunk in chunks), num_decode, _AS_IN_THE_TABLES)
 
     def sending_seconds(self, tokens: float) -> float:
-        """Seconds to move the KV of so many tokens over the link."""
+        """Seconds to move the KV of `tokens` over the link."""
         facts = self.gpus.facts
         return tokens * facts.kv_bytes_per_token / facts.link_bytes_per_second / self.gpus.num_ranks
 
 
 def capacity(layout: Layout, shape: Shape, workers: Mapping[str, ModelledWorker]) -> float:
-    """The approximate requests a second that a layout sustains, if each prefill runs alone. `workers` by role."""
+    """The approximate requests/s that a layout sustains, if each prefill runs alone. `workers`: by role."""
     if layout.agg_workers:
         worker = workers["agg"]
         return layout.agg_workers / (worker.prefill_seconds(shape) + worker.decode_seconds(shape))
@@ -99,16 +102,14 @@ def capacity(layout: Layout, shape: Shape, workers: Mapping[str, ModelledWorker]
 
 
 def requests_to_fill(layout: Layout, shape: Shape, workers: Mapping[str, ModelledWorker], rate: float) -> int:
-    """The requests that arrive during somewhat more than two answers: only then do as many end as arrive, and a queue
-    shows.
-    """
+    """The arrivals during more than two answers: a queue only shows when as many requests end as arrive."""
     role, count = ("agg", layout.agg_workers) if layout.agg_workers else ("decode", layout.decode_workers)
-    return math.ceil(2 * _MOST_DELAY * rate * workers[role].loaded_seconds(shape, rate / count))
+    return math.ceil(2 * _MAX_DELAY * rate * workers[role].loaded_seconds(shape, rate / count))
 
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Of prompts that begin alike: the running requests that use it, their tokens of it, and those with KV."""
+    """A common part of prompts: its running users, the tokens they use, and the tokens with KV."""
 
     users: int = 0
     in_use: int = 0
@@ -116,20 +117,20 @@ class _Part:
 
 
 class Blocks:
-    """KV in tokens, by the parts of prompts: what running requests use, a common part once, and what is only cached, of
-    which the least recently used is evicted first. An answer continues the last part of its prompt.
+    """KV in tokens, by parts of prompts. Running requests share a common part; unused parts stay cached, and the least
+    recently used is evicted first. An answer extends the last part of its prompt.
     """
 
-    def __init__(self, most: float, size: int) -> None:
-        """`most`: tokens of the pool; `size`: tokens of a block."""
-        self._most, self._size = most, size
+    def __init__(self, limit: float, size: int) -> None:
+        """`limit`: tokens of the pool. `size`: tokens of a block."""
+        self._limit, self._size = limit, size
         self.used = self._num_idle = 0
         self._parts: dict[Hashable, _Part] = {}
-        #: Those that no request uses, the oldest first.
+        #: Unused parts, the oldest first.
         self._idle: dict[Hashable, _Part] = {}
 
     def cached(self, ask: Ask) -> int:
-        """Tokens at the start of the prompt with KV, in full blocks. The last token is always computed."""
+        """Cached tokens at the start of the prompt, in full blocks. The last token is always computed."""
         count = 0
         for name, tokens in ask.parts:
             known = part.known if (part := self._parts.get(name)) is not None else 0
@@ -139,11 +140,11 @@ class Blocks:
         return min(count, ask.prompt_tokens - 1) // self._size * self._size
 
     def whole(self, tokens: int) -> int:
-        """Those of the blocks that they are in."""
+        """The tokens rounded up to full blocks."""
         return -(-tokens // self._size) * self._size
 
     def wanted(self, ask: Ask) -> int:
-        """Tokens of the prompt that no running request uses."""
+        """Prompt tokens that no running request uses."""
         wanted = ask.prompt_tokens
         for name, tokens in ask.parts:
             if (part := self._parts.get(name)) is not None:
@@ -151,10 +152,10 @@ class Blocks:
         return wanted
 
     def fits(self, ask: Ask, answer: int) -> bool:
-        return self.used + self.wanted(ask) + answer <= self._most
+        return self.used + self.wanted(ask) + answer <= self._limit
 
     def reserve(self, ask: Ask, answer: int = 0) -> int:
-        """For the prompt and so many tokens of the answer. Returns what `release` gets."""
+        """Reserves the prompt and `answer` tokens. Returns the number for `release`."""
         reserved = self.wanted(ask) + answer
         for name, tokens in ask.parts:
             part = self._parts.setdefault(name, _Part())
@@ -165,7 +166,7 @@ class Blocks:
         return reserved
 
     def store(self, ask: Ask, answer: int = 0) -> None:
-        """The KV of the prompt is there, and of so many tokens of the answer."""
+        """Caches the KV of the prompt and of `answer` tokens."""
         for name, tokens in ask.parts:
             part = self._parts[name]
             part.known = max(part.known, tokens)
@@ -173,7 +174,7 @@ class Blocks:
             part.known = max(part.known, tokens + answer)
 
     def release(self, ask: Ask, reserved: int) -> None:
-        for name, _ in reversed(ask.parts):  # the end of a prefix is evicted before its start
+        for name, _ in reversed(ask.parts):  # evict the end of a prefix before its start
             part = self._parts[name]
             part.users -= 1
             if not part.users:
@@ -183,9 +184,9 @@ class Blocks:
 
     def _use(self, tokens: int) -> None:
         self.used += tokens
-        while self._num_idle + self.used > self._most and self._idle:
+        while self._num_idle + self.used > self._limit and self._idle:
             name, part = next(iter(self._idle.items()))
-            gone = min(part.known, self._num_idle + self.used - int(self._most))
+            gone = min(part.known, self._num_idle + self.used - int(self._limit))
             self._num_idle, part.known = self._num_idle - gone, part.known - gone
             if not part.known:
                 del self._idle[name], self._parts[name]
@@ -193,21 +194,20 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPoint:
-    """The simulated requests of a point, in order of arrival (seconds)."""
+    """The simulated requests of one point, in order of arrival (seconds)."""
 
     arrivals: Sequence[float]
-    #: Seconds of each request.
     times: Mapping[Quantity, Sequence[float]]
-    #: Of a request, on average: prompt tokens that a worker computed, and tokens of which KV was moved.
+    #: Per request, on average: computed prompt tokens, and tokens whose KV moved.
     computed: float = 0.0
     moved: float = 0.0
-    #: The share of the requests that one worker answered.
+    #: Share of the requests that one worker answered.
     by_one_worker: float = 0.0
-    #: False: it was ended, because too few requests were answered in time.
+    #: False: stopped, because too many requests were late.
     is_whole: bool = True
 
     def goodput_share(self, slo: Slo) -> float:
-        """The share of the rate that is answered in time."""
+        """The share of the rate that was answered in time."""
         if not self.is_whole:
             return 0.0
         limits = [(self.times[name], limit / 1000) for name, limit in slo.limits.items()]
@@ -217,8 +217,8 @@ class SimulatedPoint:
 
 
 def knee(first_guess: float, share_at: Callable[[float], float]) -> float:
-    """The highest rate, to 5 %, at which nearly all answers are in time. The search begins at `first_guess`, by growing
-    steps, and stays within _FARTHEST doublings. `share_at`: `SimulatedPoint.goodput_share` at a rate.
+    """The highest rate, to 5 %, with nearly all answers in time. Searches from `first_guess` in growing steps, at most
+    _FARTHEST doublings away. `share_at`: `SimulatedPoint.goodput_share` at a rate.
     """
 
     def is_kept(doublings: float) -> bool:

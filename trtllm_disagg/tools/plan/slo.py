@@ -1,4 +1,4 @@
-"""Limits of the times of an answer, and how many requests keep them."""
+"""Latency limits, and the share of requests that keep them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trtllm_disagg.errors import ConfigError
 
 Quantity = Literal["ttft", "tpot", "latency"]
 QUANTITIES: tuple[Quantity, ...] = ("ttft", "tpot", "latency")
-#: The names in texts.
+#: Names in texts.
 LABELS: dict[str, str] = {"ttft": "TTFT", "tpot": "TPOT", "latency": "latency"}
-#: Workers with this share of their requests in time could do more.
+#: A layout keeps the limits when this share of its requests is in time.
 ENOUGH_IN_TIME = 0.9
-#: Below this share of the second half's requests that end within it, the workers may be saturated.
+#: Workers may be saturated when a smaller share of the second half's requests ends in it.
 _ENDED_SHARE = 0.9
-#: Saturated workers take so many times as long for the last quarter as for the second one. The second number is for
-#: a second half shorter than _SHORTLY answers, in which few requests end in any case.
+#: Saturated workers take this many times longer for the last quarter than for the second one. The second factor is for
+#: a second half shorter than _SHORTLY answers, which few requests can finish.
 _GROWTH, _GROWTH_SEEN_SHORTLY = 1.2, 1.5
 _SHORTLY = 0.8
 _FEWEST = 8
@@ -27,7 +27,7 @@ _FEWEST = 8
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Upper limits in milliseconds; None: any time will do."""
+    """Upper limits in milliseconds; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -35,13 +35,13 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """`text`: as "ttft=500,tpot=30". Raises ConfigError that names the wrong part."""
+        """Parses "ttft=500,tpot=30". Raises ConfigError that names the wrong part."""
         names = ", ".join(QUANTITIES)
         limits: dict[str, float] = {}
         for part in text.split(","):
             name, separator, value = (word.strip() for word in part.partition("="))
             if not separator or name not in QUANTITIES:
-                allowed = f"NAME=MILLISECONDS with names of {names}, as in ttft=500,tpot=30"
+                allowed = f"NAME=MILLISECONDS, with {names}, such as ttft=500,tpot=30"
                 raise ConfigError.bad_value("--slo", text, allowed)
             if name in limits:
                 raise ConfigError.bad_value("--slo", text, f"{name} once")
@@ -66,18 +66,18 @@ def _milliseconds(key: str, value: str) -> float:
     return number
 
 
-#: A reader of a chat notices neither: half a second until the answer starts, and 33 tokens a second.
+#: A chat reader notices neither 0.5 s before an answer nor 33 tokens/s.
 DEFAULT_SLO = Slo(ttft=500.0, tpot=30.0)
 
 
 def slo_of(text: str | None) -> Slo:
-    """The value of --slo. Raises ConfigError."""
+    """Parses --slo. Raises ConfigError."""
     return Slo.parse(text) if text else DEFAULT_SLO
 
 
 def done_share(arrivals: Sequence[float], latencies: Sequence[float]) -> float:
-    """1 if the workers kept up with the arrivals. Otherwise the share of the second half's requests that ended in it.
-    Both sequences are in seconds and in the order of arrival.
+    """1 if the workers kept up with the arrivals, else the share of the second half's requests that ended in it. Both
+    sequences: seconds, in order of arrival.
     """
     count = len(arrivals)
     if count < _FEWEST:

@@ -1,9 +1,8 @@
-"""The workloads: for the simulation their requests with arrivals and lengths, for AIPerf the flags that make the same
-traffic.
-"""
+"""The workloads: arrivals and lengths of requests."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
@@ -12,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -20,204 +20,166 @@ from trtllm_disagg.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. `arrival`: seconds from the first one."""
+    """One request. `arrival`: seconds after the first one."""
 
     arrival: float
     prompt_tokens: int
     output_tokens: int
-    #: How the prompt begins, in parts by name: others that begin with parts of the same names begin alike. The last
-    #: part may be the beginning of a longer one of that name, and an answer continues it.
+    #: (name, tokens) of the parts that the prompt begins with. Prompts share parts of the same name. The last part can
+    #: be the start of a longer one with that name, and the answer extends it.
     parts: tuple[tuple[Hashable, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The mean numbers of a request's prompt tokens, output tokens, and prompt tokens that may be cached."""
+    """Mean prompt tokens, output tokens and cacheable prompt tokens of a request."""
 
     input_tokens: float
     output_tokens: float
     cached_tokens: float = 0.0
 
 
-#: Tokens that one hash of a Mooncake trace stands for.
+#: Tokens per hash of a Mooncake trace.
 _HASH_TOKENS = 512
 
 
-class TraceLine(msgspec.Struct, frozen=True, omit_defaults=True):
+class TraceLine(msgspec.Struct, frozen=True):
     timestamp: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...] = ()
 
 
-#: Makes an endless stream of requests: (rate, random numbers).
+#: (rate, random numbers) -> an endless stream of requests.
 Source = Callable[[float, random.Random], Iterator[Ask]]
-#: One burst alone arrives at once at any rate.
+#: A single burst arrives at once, at any rate.
 _FEWEST_BURSTS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A workload and the source of its requests."""
-
-    #: A word: "chat", "rag", "reasoning", "agentic", "prefixes", "bursts", "trace".
+    #: "chat", "rag", "reasoning", "agentic", "prefixes", "bursts" or "trace".
     name: str
     description: str
     shape: Shape
     source: Source
-    #: Prompt and output tokens of the longest possible request.
+    #: Max prompt and output tokens of a request.
     longest: int
-    #: AIPerf's flags for the same traffic.
-    aiperf: tuple[str, ...] = ()
-    #: Seconds of a conversation. Conversations under way at the beginning, and shared prefixes, are in no cache yet.
+    #: Seconds per conversation. At the start, no cache has its earlier turns or shared prefixes.
     session_s: float = 0.0
     #: Requests that arrive at once.
     burst: int = 1
-    #: Of a trace: its requests. AIPerf sends them in this order, at Poisson times.
-    lines: tuple[TraceLine, ...] = ()
+    #: Number of requests in a trace.
+    num_lines: int | None = None
 
     def at_least(self, count: int) -> int:
-        """`count` requests, or more where that would be a few bursts, or fewer where a trace has no more."""
-        if self.lines:
-            return min(count, len(self.lines))
+        """At least `count` requests: more if those would be few bursts, fewer if a trace is shorter."""
+        if self.num_lines is not None:
+            return min(count, self.num_lines)
         return max(count, _FEWEST_BURSTS * self.burst) if self.burst > 1 else count
 
     def asks(self, rate: float, count: int) -> tuple[Ask, ...]:
-        """The first `count` requests by arrival, at `rate` requests a second. Arrival times are scaled to exactly that
-        rate: a few random arrivals may have quite another one.
+        """The first `count` requests. Scales their arrivals to exactly `rate` requests/s, since a few random arrivals
+        can have quite another rate.
         """
         stream = self.source(rate, random.Random(str(self.shape)))
         *asks, beyond = islice(stream, count + 1)
-        if len(asks) < count:  # the end of a trace, which has the rate by itself
+        if len(asks) < count:  # the end of a trace, which has the right rate
             return (*asks, beyond)
         stretch = count / rate / beyond.arrival if beyond.arrival else 1.0
         return tuple(replace(ask, arrival=ask.arrival * stretch) for ask in asks)
 
 
-def _single(input_tokens: int, output_tokens: int, burst: int = 1) -> Source:
-    """Independent prompts with lengths that vary by a quarter. Poisson arrivals of `burst` requests at once."""
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Conversations that begin at Poisson times; with one turn each, single requests."""
 
-    def source(rate: float, numbers: random.Random) -> Iterator[Ask]:
-        now = 0.0
-        while True:
-            for _ in range(burst):
-                yield Ask(now, _around(input_tokens, numbers), _around(output_tokens, numbers))
-            now += numbers.expovariate(rate / burst)
+    #: Mean tokens that a turn adds to the prompt, besides the last answer, and of an answer.
+    prompt: int
+    answer: int
+    turns: int = 1
+    #: Common tokens that conversations begin with, and the number of different ones.
+    prefix: int = 0
+    prefixes: int = 1
+    #: Conversations that begin at once.
+    burst: int = 1
+    #: Max deviation of a length from its mean, as a share.
+    spread: float = 0.25
 
-    return source
+    #: Mean seconds between two turns. A turn is sent on time, even if the last one has no answer yet.
+    THINKING: ClassVar = 2.0
 
+    @property
+    def shape(self) -> Shape:
+        added = self.prompt + self.answer
+        prompt = self.prefix + self.prompt + added * (self.turns - 1) / 2
+        return Shape(prompt, self.answer, prompt - (self.prompt if self.turns == 1 else added))
 
-#: Applications: their number, the tokens of the system prompt that each has, of a question to it and of the answer.
-_APPLICATIONS, _PREFIX, _QUESTION, _REPLY = 8, 4096, 256, 128
+    @property
+    def longest(self) -> int:
+        """Max prompt and output tokens of a request."""
+        return self.prefix + self.turns * sum(
+            round(mean * (1 + self.spread)) for mean in (self.prompt, self.answer)
+        )
 
+    @property
+    def session_s(self) -> float:
+        return self.turns * self.THINKING if self.turns > 1 else 8 * self.THINKING if self.prefix else 0.0
 
-def _application(rate: float, numbers: random.Random) -> Iterator[Ask]:
-    for ask in _single(_QUESTION, _REPLY)(rate, numbers):
-        parts = ((numbers.randrange(_APPLICATIONS), _PREFIX),)
-        yield replace(ask, prompt_tokens=_PREFIX + ask.prompt_tokens, parts=parts)
+    def asks(self, rate: float, numbers: random.Random) -> Iterator[Ask]:
+        # With several turns, some conversations are under way when the point begins.
+        now, waiting = -self.session_s if self.turns > 1 else 0.0, list[Ask]()
+        for session in count():
+            for place in range(self.burst):
+                waiting += self._turns(now, (session, place), numbers)
+            now += numbers.expovariate(rate / self.turns / self.burst)
+            waiting.sort(key=lambda each: each.arrival, reverse=True)
+            while waiting and waiting[-1].arrival <= now:
+                ask = waiting.pop()
+                if ask.arrival >= 0:
+                    yield ask
 
+    def _turns(self, arrival: float, name: Hashable, numbers: random.Random) -> Iterator[Ask]:
+        history, prefix = 0, ((numbers.randrange(self.prefixes), self.prefix),) if self.prefix else ()
+        for _ in range(self.turns):
+            history += self._around(self.prompt, numbers)
+            answer = self._around(self.answer, numbers)
+            own = ((name, history),) if self.turns > 1 else ()
+            yield Ask(arrival, self.prefix + history, answer, prefix + own)
+            history += answer
+            arrival += numbers.expovariate(1 / self.THINKING) if self.turns > 1 else 0.0
 
-#: How much shorter or longer than its mean a length may be, as a share.
-_VARIES = 0.25
+    def _around(self, tokens: int, numbers: random.Random) -> int:
+        return max(1, round(tokens * numbers.uniform(1 - self.spread, 1 + self.spread)))
 
+    @property
+    def description(self) -> str:
+        tokens = f"{self.prompt} tokens in, {self.answer} out"
+        turns = f"{self.turns} turns of {tokens}" if self.turns > 1 else tokens
+        return f"{turns}, after {self.prefix} common ones" if self.prefix else turns
 
-def _around(tokens: int, numbers: random.Random) -> int:
-    return round(tokens * numbers.uniform(1 - _VARIES, 1 + _VARIES))
+    def traffic(self, name: str, title: str = "") -> Traffic:
+        description = f"{title}{', ' if title else ''}{self.description}"
+        return Traffic(name, description, self.shape, self.asks, self.longest, self.session_s, self.burst)
 
-
-def _longest(*tokens: int) -> int:
-    """The largest sum that `_around` makes of these means."""
-    return sum(round(each * (1 + _VARIES)) for each in tokens)
-
-
-#: The agent: tokens of the common system prompt, tokens that a turn adds (the last answer included), tokens of an
-#: answer, turns of a session, and mean modelled seconds between two turns.
-_SYSTEM, _ADDED, _ANSWER, _TURNS, _THINKING = 2048, 768, 192, 8, 2.0
-
-
-def _agent(rate: float, numbers: random.Random) -> Iterator[Ask]:
-    """Sessions with Poisson arrivals. A turn is sent at its time, whether or not the one before was answered."""
-    # Some sessions are under way when the point begins.
-    now = -_TURNS * _THINKING
-    waiting: list[Ask] = []
-    for session in count():
-        history, arrival = 0, now
-        for _ in range(_TURNS):
-            history += _around(_ADDED, numbers)
-            parts = ("system", _SYSTEM), (session, history)
-            waiting.append(Ask(arrival, _SYSTEM + history, _around(_ANSWER, numbers), parts))
-            arrival += numbers.expovariate(1 / _THINKING)
-        now += numbers.expovariate(rate / _TURNS)
-        waiting.sort(key=lambda each: each.arrival, reverse=True)
-        while waiting and waiting[-1].arrival <= now:
-            ask = waiting.pop()
-            if ask.arrival >= 0:
-                yield ask
-
-
-_AGENT_INPUT = _SYSTEM + _ADDED * (_TURNS + 1) / 2
-
-
-def _lengths(prompt: int, answer: int) -> tuple[str, ...]:
-    """AIPerf's flags. A uniform length that varies by a quarter has this standard deviation."""
-    flags = {"--isl": prompt, "--osl": answer}
-    deviations = {f"{flag}-stddev": round(_VARIES * mean / math.sqrt(3)) for flag, mean in flags.items()}
-    return tuple(text for flag, number in {**flags, **deviations}.items() for text in (flag, str(number)))
-
-
-def _singles(name: str, description: str, prompt: int, answer: int, burst: int = 1) -> Traffic:
-    """A workload of independent requests. `prompt` and `answer`: mean tokens."""
-    flags = _lengths(prompt, answer)
-    if burst > 1:
-        # Gamma arrivals of this smoothness have the variance of Poisson bursts of so many.
-        flags += ("--arrival-pattern", "gamma", "--arrival-smoothness", f"{1 / burst:g}")
-    source, longest = _single(prompt, answer, burst), _longest(prompt, answer)
-    return Traffic(name, description, Shape(prompt, answer), source, longest, flags, burst=burst)
-
-
-_AGENTS = f"agents of {_TURNS} turns, {_AGENT_INPUT:.0f} tokens in on average, {_SYSTEM} of them common, {_ANSWER} out"
-_AGENT_FLAGS = (
-    *("--shared-system-prompt-length", str(_SYSTEM), "--isl", str(_ADDED - _ANSWER), "--osl", str(_ANSWER)),
-    *("--conversation-turn-mean", str(_TURNS), "--conversation-turn-stddev", "0"),
-)
 
 BUILT_IN: dict[str, Traffic] = {
-    traffic.name: traffic
-    for traffic in (
-        _singles("chat", "short chats, 256 tokens in, 256 out", 256, 256),
-        _singles("rag", "long documents, 8192 tokens in, 256 out", 8192, 256),
-        _singles("reasoning", "long answers, 1024 tokens in, 4096 out", 1024, 4096),
-        Traffic(
-            "agentic",
-            _AGENTS,
-            Shape(_AGENT_INPUT, _ANSWER, _AGENT_INPUT - _ADDED),
-            _agent,
-            _SYSTEM + _longest(*[_ADDED] * _TURNS, _ANSWER),
-            _AGENT_FLAGS,
-            session_s=_TURNS * _THINKING,
-        ),
-        Traffic(
-            "prefixes",
-            f"{_APPLICATIONS} system prompts of {_PREFIX} tokens, {_QUESTION} more tokens in, {_REPLY} out",
-            Shape(_PREFIX + _QUESTION, _REPLY, _PREFIX),
-            _application,
-            _PREFIX + _longest(_QUESTION, _REPLY),
-            (
-                *("--prompt-prefix-length", str(_PREFIX)),
-                *("--prompt-prefix-pool-size", str(_APPLICATIONS), *_lengths(_QUESTION, _REPLY)),
-            ),
-            session_s=_TURNS * _THINKING,
-        ),
-        _singles("bursts", "16 requests at once, 1024 tokens in, 256 out", 1024, 256, burst=16),
+    name: mix.traffic(name, title)
+    for name, title, mix in (
+        ("chat", "short chats", Mix(256, 256)),
+        ("rag", "long documents", Mix(8192, 256)),
+        ("reasoning", "long answers", Mix(1024, 4096)),
+        ("agentic", "agents", Mix(576, 192, turns=8, prefix=2048)),
+        ("prefixes", "8 system prompts", Mix(256, 128, prefix=4096, prefixes=8)),
+        ("bursts", "16 requests at once", Mix(1024, 256, burst=16)),
     )
 }
 
 
 def trace(file: Path, longest: int) -> Traffic:
-    """A file of Mooncake's lines: {"timestamp": ms, "input_length", "output_length", "hash_ids"}, a hash for each 512
-    tokens. Its arrivals are stretched to a rate. Requests with more than `longest` tokens are left out.
-
-    Raises ConfigError for an invalid line.
+    """Reads a Mooncake trace: lines {"timestamp": ms, "input_length", "output_length", "hash_ids"}, one hash per 512
+    tokens. Scales its arrivals to a rate, and drops requests above `longest` tokens. Raises ConfigError for an invalid
+    line.
     """
     lines = [line for line in _lines(file) if line.input_length + line.output_length <= longest]
     if len(lines) < 2:
@@ -233,15 +195,11 @@ def trace(file: Path, longest: int) -> Traffic:
             yield Ask(arrival, line.input_length, line.output_length, tuple(_parts(line)))
 
     shape = Shape(
-        sum(line.input_length for line in lines) / count,
-        sum(line.output_length for line in lines) / count,
+        sum(line.input_length for line in lines) / count, sum(line.output_length for line in lines) / count
     )
-    description = (
-        f"{count} requests, {shape.input_tokens:.0f} tokens in on average, {shape.output_tokens:.0f} out"
-    )
+    lengths = f"{shape.input_tokens:.0f} tokens in on average, {shape.output_tokens:.0f} out"
     longest_line = max(line.input_length + line.output_length for line in lines)
-    flags = ("--custom-dataset-type", "mooncake_trace", "--no-fixed-schedule")
-    return Traffic("trace", description, shape, source, longest_line, flags, lines=tuple(lines))
+    return Traffic("trace", f"{count} requests, {lengths}", shape, source, longest_line, num_lines=count)
 
 
 def _parts(line: TraceLine) -> Iterator[tuple[Hashable, int]]:
@@ -253,7 +211,7 @@ def _parts(line: TraceLine) -> Iterator[tuple[Hashable, int]]:
 
 def _lines(file: Path) -> Iterator[TraceLine]:
     try:
-        # A byte order mark, as some editors write it, is no part of the first line.
+        # Some editors write a byte order mark.
         texts = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError.bad_value("--trace", str(file), f"a text file ({error})") from error
@@ -272,26 +230,54 @@ def _lines(file: Path) -> Iterator[TraceLine]:
                 yield line
 
 
-def chosen_workloads(names: str | None, trace_file: Path | None, longest: int) -> dict[str, Traffic]:
-    """The workloads of `names` ("chat,4096:256"), all by default. Raises ConfigError for an unknown or too long one."""
-    known = BUILT_IN | ({"trace": trace(trace_file, longest)} if trace_file else {})
-    chosen = {}
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    own = parser.add_argument_group("workloads given as tokens in:out")
+    text = "turns per conversation; each adds its tokens to those before (default: 1)"
+    own.add_argument("--turns", type=int, metavar="N", help=text)
+    text = "tokens that every prompt begins with, like a system prompt (default: 0)"
+    own.add_argument("--shared-prefix", type=int, metavar="TOKENS", help=text)
+    text = "how much lengths vary, as a share of their mean, 0 to 0.95 (default: 0.25)"
+    own.add_argument("--spread", type=float, metavar="SHARE", help=text)
+
+
+def chosen_workloads(args: argparse.Namespace, longest: int) -> dict[str, Traffic]:
+    """Parses --workloads ("chat,4096:256"; default: all). Raises ConfigError for an unknown workload, or one with
+    requests above `longest` tokens.
+    """
+    known = BUILT_IN | ({"trace": trace(args.trace, longest)} if args.trace else {})
+    names, own, chosen = args.workloads, _own_of(args), {}
+    if own and ":" not in (names or ""):
+        raise ConfigError.bad_value("--workloads", names, f"tokens as 4096:256, for --{' and --'.join(own)}")
+    changes = {"prefix" if name == "shared-prefix" else name: value for name, value in own.items()}
     for name in names.split(",") if names else known:
-        if own := re.fullmatch(r"([1-9]\d{0,6}):([1-9]\d{0,6})", name):
-            prompt, answer = map(int, own.groups())
-            known[name] = _singles(name, f"{prompt} tokens in, {answer} out", prompt, answer)
+        if tokens := re.fullmatch(r"([1-9]\d{0,6}):([1-9]\d{0,6})", name):
+            known[name] = replace(Mix(*map(int, tokens.groups())), **changes).traffic(name)
         if name not in known:
             allowed = f"one of {', '.join(known)}, tokens as 4096:256, or trace with --trace FILE"
             raise ConfigError.bad_value("--workloads", name, allowed)
-        if (most := known[name].longest) > longest:
-            allowed = f"requests of at most {longest} tokens, the engine's max_seq_len; this one has {most}"
+        if (highest := known[name].longest) > longest:
+            allowed = (
+                f"requests of at most {longest} tokens, the engine's max_seq_len; this one has up to {highest}, since "
+                "lengths vary (--spread 0: they do not)"
+            )
             raise ConfigError.bad_value("--workloads", name, allowed)
         chosen[name] = known[name]
     return chosen
 
 
+def _own_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The given flags of `add_arguments`."""
+    limits = {"turns": (1, 1000), "shared-prefix": (0, 1_000_000), "spread": (0, 0.95)}
+    own = {name: getattr(args, name.replace("-", "_"), None) for name in limits}
+    for name, value in own.items():
+        least, highest = limits[name]
+        if value is not None and not least <= value <= highest:
+            raise ConfigError.bad_value(f"--{name}", value, f"a number from {least} to {highest}")
+    return {name: value for name, value in own.items() if value is not None}
+
+
 def rates_of(text: str) -> tuple[float, ...]:
-    """The value of --rates. Raises ConfigError."""
+    """Parses --rates. Raises ConfigError."""
     try:
         rates: Sequence[float] = sorted({float(number) for number in text.split(",")})
     except ValueError:

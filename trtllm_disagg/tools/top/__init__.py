@@ -1,17 +1,19 @@
-"""`trtllm-disagg top`: a running deployment, live until Ctrl-C. `--once` prints one frame and ends."""
+"""`trtllm-disagg top`: shows a running deployment, live until Ctrl-C or with `--once` as one frame."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import termios
+import tty
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trtllm_disagg.common.exits import ExitCode
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.exits import ExitCode
+from trtllm_disagg.tools.flag_types import more_than_zero
 
 if TYPE_CHECKING:
     from trtllm_disagg.tools.top.observers import Observer
@@ -21,33 +23,30 @@ _SECONDS = 1.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--run-dir", type=Path, metavar="DIR", help="run directory of a running `up`")
-    add("--url", help="instead: the URL of a frontend; on this machine its run directory is found")
-    add("--once", action="store_true", help="print one frame and end")
-    add("--json", action="store_true", help="with --once: as JSON")
+    add("--run-dir", type=Path, metavar="DIR", help="run directory of `up`")
+    add("--url", help="frontend; on this machine `top` finds its run directory")
+    add("--once", action="store_true", help="print one frame and exit")
+    add("--json", action="store_true", help="with --once: print JSON")
     add(
         "--interval",
-        type=float,
+        type=more_than_zero,
         default=_SECONDS,
         metavar="SECONDS",
-        help="between two looks (default: %(default)g)",
+        help="time between updates (default: %(default)g)",
     )
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Returns 0 also for a dead deployment, which the frame shows. Raises ConfigError without a deployment."""
+    """Returns 0 even for a dead deployment, as the frame shows it. Raises ConfigError without a deployment."""
     if (args.run_dir is None) == (args.url is None):
         raise ConfigError("top needs one of --run-dir DIR and --url URL")
     if args.json and not args.once:
-        raise ConfigError("--json is for one frame; add --once")
+        raise ConfigError("--json prints one frame; add --once")
     if not args.once and not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise ConfigError("the live screen needs a terminal; --once prints one frame")
-    if not args.interval > 0:
-        raise ConfigError.bad_value("--interval", args.interval, "more than 0 seconds")
-    # Imported here because `--help` does not need them.
     import asyncio
 
-    from trtllm_disagg.processes.exits import ending_as_on_ctrl_c
+    from trtllm_disagg.common.exits import ending_as_on_ctrl_c
     from trtllm_disagg.tools.top.frame import print_frame, to_json
     from trtllm_disagg.tools.top.observers import observer_of
 
@@ -65,11 +64,9 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 @contextmanager
 def _without_echo() -> Iterator[None]:
-    """Typed characters would stay on the live screen; they are dropped at its end."""
+    """Hides typed characters, which would stay on the live screen, and drops them at its end."""
     before = termios.tcgetattr(sys.stdin)
-    now = [*before]
-    now[3] &= ~(termios.ECHO | termios.ICANON)
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, now)
+    tty.setcbreak(sys.stdin, termios.TCSADRAIN)
     try:
         yield
     finally:
@@ -77,12 +74,12 @@ def _without_echo() -> Iterator[None]:
 
 
 async def _live(observer: Observer, interval: float) -> None:
-    """Until Ctrl-C. A look that takes longer than `interval` delays the next one, and never makes two overlap."""
+    """Runs until Ctrl-C. A look slower than `interval` delays the next one; looks never overlap."""
     import asyncio
 
     from rich.live import Live
 
-    from trtllm_disagg.console import Console
+    from trtllm_disagg.common.console import Console
     from trtllm_disagg.tools.top.frame import live_frame
     from trtllm_disagg.tools.top.snapshot import History
 

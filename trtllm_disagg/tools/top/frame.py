@@ -1,4 +1,4 @@
-"""One frame as text or JSON, with the same words and columns on the live screen and in plain output."""
+"""Renders one frame as text or JSON. The live screen and plain output share words and columns."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from trtllm_disagg.console import Console
+from trtllm_disagg.common.console import Console
 from trtllm_disagg.tools.top.snapshot import DEAD, SILENT, Event, History, Latency, Process, Snapshot
 from trtllm_disagg.tools.up.status import COLOURS
 
 _STYLES = {**COLOURS, DEAD: "bold red", SILENT: "bold red", "listed": "green"}
 _ABSENT = "-"
-#: A terminal over SSH.
+#: Width of plain output.
 _WIDTH = 80
-#: Between two columns, and the least of `doing` that is worth its place.
+#: Space between columns, and the min width of `doing`.
 _GAP, _LEAST_DOING = 2, 10
 
 Cell = str | Text
@@ -50,51 +50,54 @@ COLUMNS: tuple[Column, ...] = (
     _rate("in/s", "prefill_tokens"),
     _rate("out/s", "decode_tokens"),
     _count("open", "breakers_open"),
-    # While it serves its numbers tell more.
+    # For `flip`, which also takes the name: dropped before `doing` is.
+    Column("id", lambda p, h: p.instance or _ABSENT, is_number=False),
+    # A serving worker's numbers say more.
     Column("doing", lambda p, h: "" if p.state == "ready" else p.doing, is_number=False),
 )
-_DOING = COLUMNS[-1]
+*_, _ID, _DOING = COLUMNS
 
 
 def columns_that_fit(
     columns: Iterable[Column], processes: Iterable[Process], history: History, width: int
 ) -> Iterator[tuple[Column, list[Text]]]:
-    """The first columns, with their cells, that are whole in a terminal so wide. Only `doing` is cut, which may be any
-    length: half a number would be another one.
+    """The first columns that fit into `width`, with their cells. Only `doing` is cut, since half a number is a wrong
+    one.
     """
     rows = list(processes)
     for column in columns:
         cells = [Text.assemble(column.cell(process, history)) for process in rows]
-        taken = max(len(column.heading), *(cell.cell_len for cell in cells), 0)
-        if column is _DOING and _LEAST_DOING <= width < taken:
+        used = max(len(column.heading), *(cell.cell_len for cell in cells), 0)
+        if column is _DOING and _LEAST_DOING <= width < used:
             for cell in cells:
                 cell.truncate(width, overflow="ellipsis")
-            taken = width
-        if taken > width:
+            used = width
+        if column is _ID and used + _GAP + _LEAST_DOING > width:
+            continue
+        if used > width:
             return
         yield column, cells
-        width -= taken + _GAP
+        width -= used + _GAP
 
 
 def headline(seen: Snapshot) -> Text:
-    """The first line: the deployment and its current strategy."""
+    """The first line: model, strategy and URL."""
     parts = [part for part in (seen.model, seen.strategy, seen.url) if part]
-    line = Text("  ".join(parts) or "not known yet")
+    line = Text("  ".join(parts) or "nothing known yet")
     if seen.doubt:
         line.append(f"  {seen.doubt}", style="bold red")
     return line
 
 
 def latencies(history: History) -> str:
-    """Latencies: of the last seconds on the live screen, of all requests in a single frame."""
+    """Latencies of the last seconds on the live screen, of all requests in a single frame."""
     frontend = history.last.frontend
     counts = f"running {_shown(frontend.running)}, waiting {_shown(frontend.waiting)}, done {_shown(frontend.requests)}"
-    # On one line they would exceed 80 columns with long times.
+    # Two lines, since long times would exceed 80 columns.
     return f"TTFT {_latency(history.ttft())}  ITL {_latency(history.itl())}\n{counts}"
 
 
 def print_frame(seen: Snapshot, console: Console | None = None) -> None:
-    """Colours on a terminal only."""
     console = console or Console(paper=_WIDTH)
     history = History()
     history.add(seen)
@@ -104,7 +107,7 @@ def print_frame(seen: Snapshot, console: Console | None = None) -> None:
 
 
 def live_frame(history: History, width: int, height: int) -> Group:
-    """One frame of the live screen: the processes, and as many of the last events as there is room for."""
+    """One frame of the live screen: the processes, and as many recent events as fit."""
     room = max(0, height - len(history.last.processes) - 6)
     events = [_event(event) for event in history.events][-room:] if room else []
     return Group(headline(history.last), latencies(history), _table(COLUMNS, history, width), "", *events)

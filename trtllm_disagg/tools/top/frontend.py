@@ -1,4 +1,4 @@
-"""Reads a frontend over HTTP: its models, its instances, and how it answered a request."""
+"""Reads a frontend over HTTP: models, instances, and how it answered a request."""
 
 from __future__ import annotations
 
@@ -19,37 +19,36 @@ import psutil
 
 from trtllm_disagg.errors import ConfigError, DisaggError
 from trtllm_disagg.handlers.trace import ENGINE_DATA
-from trtllm_disagg.tools.up.http import address_here, ask
+from trtllm_disagg.tools.up.http import address_here, ask, prompts
 
-#: Tokens of an answer: one of prefill and some of decode.
+#: Tokens per answer: one of prefill and some of decode.
 _NUM_TOKENS = 4
-#: Blocks of a prompt, at least.
+#: Min blocks per prompt.
 _NUM_BLOCKS = 4
 _PAGE_SECONDS = 5.0
-#: Of a prompt, however large the blocks are that a frontend reports.
-_MOST_LETTERS = 1 << 14
-#: Errors of JSON that is none, or not as expected.
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, KeyError, TypeError)
+#: Max letters per prompt, whatever block size the frontend reports.
+_MAX_LETTERS = 1 << 14
+#: Raised for invalid or unexpected JSON.
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, KeyError, TypeError, AttributeError)
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """One endpoint of one worker, as discovery lists it."""
+    """A worker's endpoint in discovery."""
 
-    namespace: str
     component: str
     endpoint: str
     instance_id: int
 
 
 class AnswerTrace(msgspec.Struct, frozen=True):
-    """The request trace in an answer (handlers/trace.py)."""
+    """The trace that workers add to an answer (handlers/trace.py)."""
 
     strategy: str = ""
     reason: str = ""
     fallbacks: list[str] = []
     prefill_instance: str | None = None
     decode_instance: str | None = None
-    #: None where the engine has not measured it.
+    #: None: not measured.
     kv_transfer_bytes: int | None = None
 
 
@@ -57,12 +56,12 @@ class AnswerTrace(msgspec.Struct, frozen=True):
 class Answer:
     prompt_tokens: int
     cached_tokens: int
-    #: The share of the prompt's blocks that the router found on the worker; None without KV routing.
+    #: Share of the prompt's blocks that the router found on the worker; None without KV routing.
     hit_rate: float | None
-    #: The workers that the frontend chose; equal unless it chains both stages itself.
+    #: Workers chosen by the frontend; equal unless it chains the stages itself.
     prefill_worker: int | None
     decode_worker: int | None
-    #: None for workers of other projects.
+    #: None for other projects' workers.
     trace: AnswerTrace | None
 
 
@@ -75,17 +74,17 @@ class ProbeFailedError(DisaggError):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of a model; None where the frontend does not report them."""
+    """Sizes of a model; None: the frontend does not report it."""
 
     block_size: int | None = None
     context_length: int | None = None
 
 
 def fresh_prompt(sizes: Sizes) -> str:
-    """A prompt unlike all earlier ones, of some blocks at least unless the model has no room: letters, which are a
-    token each in most tokenizers and at most two.
+    """A new prompt of at least _NUM_BLOCKS blocks, if the model has room. Its letters are one token each in most
+    tokenizers, and at most two.
     """
-    count = min((_NUM_BLOCKS + 1) * (sizes.block_size or 32), _MOST_LETTERS)
+    count = min((_NUM_BLOCKS + 1) * (sizes.block_size or 32), _MAX_LETTERS)
     if sizes.context_length is not None:
         count = max(1, min(count, (sizes.context_length - _NUM_TOKENS) // 2))
     return " ".join(random.choices(string.ascii_lowercase, k=count))
@@ -93,7 +92,7 @@ def fresh_prompt(sizes: Sizes) -> str:
 
 class FrontendClient:
     def __init__(self, url: str, seconds: float) -> None:
-        """`seconds`: the timeout of an answer. Raises ConfigError for an invalid URL."""
+        """`seconds`: timeout per answer. Raises ConfigError for an invalid URL."""
         try:
             parts = urlsplit(url)
             is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -110,7 +109,7 @@ class FrontendClient:
         return parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
     def models(self) -> list[str]:
-        """Raises ConfigError when there is no frontend."""
+        """Raises ConfigError without a frontend."""
         try:
             return _names(json.loads(self._page("/v1/models")))
         except OSError as error:
@@ -118,13 +117,14 @@ class FrontendClient:
             raise ConfigError.bad_value("--url", self.url, allowed) from error
         except _UNREADABLE as error:
             raise ConfigError.bad_value(
-                "--url", self.url, "the URL of a frontend; what is there has no list of models"
+                "--url", self.url, "the URL of a frontend; this server lists no models"
             ) from error
 
     def instances(self) -> list[Instance] | None:
-        """The instances; None where the frontend does not list them."""
+        """None if the frontend does not list instances."""
         try:
-            return msgspec.json.decode(self._page("/health"), type=_Health).instances
+            listed = json.loads(self._page("/health")).get("instances")
+            return msgspec.convert(listed, list[Instance] | None)
         except (OSError, *_UNREADABLE):
             return None
 
@@ -150,22 +150,16 @@ class FrontendClient:
                 "annotations": list(annotations),
             },
         }
-        try:
-            return self._asked("/v1/completions", body | {"prompt": prompt})
-        except _NotServedError:
-            return self._asked(
-                "/v1/chat/completions", body | {"messages": [{"role": "user", "content": prompt}]}
-            )
-
-    def _asked(self, path: str, body: dict[str, Any]) -> Answer:
-        try:
-            status, answer = asyncio.run(ask(self.url + path, self._seconds, body))
-            if status == HTTPStatus.OK:
-                return answer_of(answer)
-        except (OSError, *_UNREADABLE) as error:
-            raise ProbeFailedError(str(error)) from error
-        refused = _NotServedError if status == HTTPStatus.NOT_FOUND else ProbeFailedError
-        raise refused(f"{status}: {_message(answer)}")
+        for path, own in prompts(prompt).items():
+            try:
+                status, answer = asyncio.run(ask(self.url + path, self._seconds, body | own))
+                if status == HTTPStatus.OK:
+                    return answer_of(answer)
+            except (OSError, *_UNREADABLE) as error:
+                raise ProbeFailedError(str(error)) from error
+            if status != HTTPStatus.NOT_FOUND:
+                break
+        raise ProbeFailedError(f"{status}: {_message(answer)}")
 
     def _page(self, path: str) -> bytes:
         """Raises OSError."""
@@ -175,61 +169,24 @@ class FrontendClient:
         return page
 
 
-class _NotServedError(ProbeFailedError):
-    """The frontend serves the model at another path, or not at all."""
-
-
-class _Health(msgspec.Struct, frozen=True):
-    instances: list[Instance] | None = None
-
-
-class _PromptDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-    prompt_tokens_details: _PromptDetails | None = None
-
-
-class _WorkerIds(msgspec.Struct, frozen=True):
-    prefill_worker_id: int | None = None
-    decode_worker_id: int | None = None
-
-
-class _Timing(msgspec.Struct, frozen=True):
-    kv_hit_rate: float | None = None
-
-
-class _Nvext(msgspec.Struct, frozen=True):
-    worker_id: _WorkerIds | None = None
-    timing: _Timing | None = None
-    engine_data: dict[str, Any] | None = None
-
-
-class _Completion(msgspec.Struct, frozen=True):
-    usage: _Usage | None = None
-    nvext: _Nvext | None = None
-
-
 def answer_of(body: bytes) -> Answer:
-    """Raises one of _UNREADABLE for an answer that is no completion."""
-    said = msgspec.json.decode(body, type=_Completion)
-    usage, nvext = said.usage or _Usage(), said.nvext or _Nvext()
-    workers, timing = nvext.worker_id or _WorkerIds(), nvext.timing or _Timing()
-    trace = (nvext.engine_data or {}).get(ENGINE_DATA)
-    return Answer(
-        usage.prompt_tokens,
-        (usage.prompt_tokens_details or _PromptDetails()).cached_tokens or 0,
-        timing.kv_hit_rate,
-        workers.prefill_worker_id,
-        workers.decode_worker_id,
-        None if trace is None else msgspec.convert(trace, AnswerTrace),
-    )
+    """Raises one of _UNREADABLE if this is no completion."""
+    said = json.loads(body)
+    usage, nvext = said.get("usage") or {}, said.get("nvext") or {}
+    workers = nvext.get("worker_id") or {}
+    found = {
+        "prompt_tokens": usage.get("prompt_tokens", 0),
+        "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        "hit_rate": (nvext.get("timing") or {}).get("kv_hit_rate"),
+        "prefill_worker": workers.get("prefill_worker_id"),
+        "decode_worker": workers.get("decode_worker_id"),
+        "trace": (nvext.get("engine_data") or {}).get(ENGINE_DATA),
+    }
+    return msgspec.convert(found, Answer)
 
 
 def _names(listed: Any) -> list[str]:
-    """Raises one of _UNREADABLE for what is no list of models, with names that a terminal can show."""
+    """Raises one of _UNREADABLE if this is no list of models, or a name is not printable."""
     names = [str(each["id"]) for each in listed["data"]]
     if not all(map(str.isprintable, names)):
         raise ValueError("a name with control characters")
@@ -242,7 +199,7 @@ def _number(page: str, metric: str, model: str) -> int | None:
 
 
 def _message(body: bytes) -> str:
-    """As Dynamo's frontend writes it, or the beginning of what another server writes."""
+    """The message of Dynamo's frontend, else the start of the body."""
     try:
         return str(json.loads(body)["message"])
     except _UNREADABLE:
@@ -250,7 +207,7 @@ def _message(body: bytes) -> str:
 
 
 def environ_of_listener(host: str, port: int) -> Mapping[str, str]:
-    """The environment of this user's process that listens at the port; empty for another user's or machine's."""
+    """Environment of this user's process that listens at the port; empty for other users and machines."""
     addresses = {address_here(host), "0.0.0.0", "::"} - {None}
     if len(addresses) == 2:
         return {}

@@ -1,6 +1,4 @@
-"""Looks at a deployment: all processes side by side, each with a deadline, so that one that is dead or frozen costs a
-look that long at most, and shows as such.
-"""
+"""Observes a deployment: reads all processes at once, each with a deadline, and shows dead and frozen ones as such."""
 
 from __future__ import annotations
 
@@ -18,11 +16,10 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from trtllm_disagg.admin.commands import Describe
+from trtllm_disagg.common.reports import read_activity
 from trtllm_disagg.config.settings import COMPONENTS, SHARED_COMPONENT
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.processes.reports import read_activity
 from trtllm_disagg.tools.top.frontend import FrontendClient, Instance, environ_of_listener
 from trtllm_disagg.tools.top.snapshot import (
     DEAD,
@@ -35,18 +32,20 @@ from trtllm_disagg.tools.top.snapshot import (
     WorkerLoad,
 )
 from trtllm_disagg.tools.up.command_socket import NoUpError, send_to_up
+from trtllm_disagg.tools.up.commands import Describe
 from trtllm_disagg.tools.up.http import get
+from trtllm_disagg.tools.up.look import described
 from trtllm_disagg.tools.up.plan import LOOPBACK, NO_WORKERS
 from trtllm_disagg.tools.up.run_dir import PROCESSES_FILE, ProcessRecord, is_alive, read_processes
 
 ANSWER_SECONDS = 2.0
 _HTTP_OK = 200
-#: A worker's own log lines of these levels.
+#: Warnings and errors in a worker's log.
 _WARNING = re.compile(r"^\d\d:\d\d:\d\d\.\d{3} (?:WARNING|ERROR) \S+: (.+)$")
-_MOST_LOG_BYTES = 64 * 1024
-_MOST_COUNTED = 2.0**63
+_MAX_LOG_BYTES = 64 * 1024
+_MAX_COUNTED = 2.0**63
 
-#: Field of WorkerLoad -> the metric; the labels tell ranks, endpoints and reasons apart; the value is their sum.
+#: Field of WorkerLoad -> metric. The value is the sum over all labels (ranks, endpoints, reasons).
 _OF_WORKER = {
     "batch": "trtllm_disagg_requests_active",
     "queued": "trtllm_disagg_queued_requests",
@@ -69,7 +68,7 @@ Samples = Mapping[str, list[Sample]]
 
 
 def samples_of(page: str) -> Samples:
-    """Samples by metric name; empty for text that is no metrics page."""
+    """Samples by metric name; empty for an invalid page."""
     found: dict[str, list[Sample]] = {}
     try:
         for family in text_string_to_metric_families(page):
@@ -102,9 +101,9 @@ def frontend_of(page: str) -> FrontendLoad:
 
 
 def _whole(samples: Iterable[Sample] | None) -> int | None:
-    """None for what is no count: a metric may be NaN, infinite, or any other float."""
+    """None if the sum is no count: metrics can be NaN, infinite or any float."""
     total = math.nan if samples is None else _sum(samples)
-    return int(total) if abs(total) <= _MOST_COUNTED else None
+    return int(total) if abs(total) <= _MAX_COUNTED else None
 
 
 def _sum(samples: Iterable[Sample]) -> float:
@@ -112,7 +111,7 @@ def _sum(samples: Iterable[Sample]) -> float:
 
 
 def _histogram(samples: Samples, metric: str) -> Histogram:
-    """Added up over all models; empty where a bucket has no bound, or a number is none."""
+    """Sums over all models; empty if a bucket has no bound or a number is invalid."""
     counts: dict[float, float] = {}
     try:
         for sample in samples.get(f"{metric}_bucket", ()):
@@ -131,7 +130,7 @@ class Observer(Protocol):
 
 
 def observer_of(run_dir: Path | None, url: str | None) -> Observer:
-    """Raises ConfigError when there is no deployment."""
+    """Raises ConfigError without a deployment."""
     if run_dir is None and url is not None:
         frontend = FrontendClient(url, ANSWER_SECONDS)
         frontend.models()
@@ -147,14 +146,14 @@ def observer_of(run_dir: Path | None, url: str | None) -> Observer:
 
 
 def _run_dir_behind(frontend: FrontendClient) -> Path | None:
-    """Observes the deployment of an `up` of this user on this machine."""
+    """The run directory of this user's `up` on this machine, by its frontend."""
     store = environ_of_listener(*frontend.address).get("DYN_FILE_KV")
     run_dir = Path(store).parent if store else None
     return run_dir if run_dir is not None and (run_dir / PROCESSES_FILE).is_file() else None
 
 
 class RunDirObserver:
-    """Everything: what `up` and the workers say of themselves, the system's word on each process, pages and logs."""
+    """Observes processes, their pages and logs, and what `up` and the workers report."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -163,7 +162,7 @@ class RunDirObserver:
 
     async def look(self) -> Snapshot:
         records = await asyncio.to_thread(read_processes, self._run_dir)
-        # First, because it says at which host the frontend listens.
+        # First, since it names the frontend's host.
         doubt = await self._ask_up()
         seen = await asyncio.gather(*(self._process(record) for record in records))
         pages = [page for record, (_, page) in zip(records, seen, strict=True) if record.role == "frontend"]
@@ -180,19 +179,19 @@ class RunDirObserver:
         )
 
     async def _ask_up(self) -> str:
-        """Why `up` gave no answer; empty when it did."""
+        """Returns why `up` gave no answer; empty if it did."""
         try:
             self._described = await asyncio.to_thread(
-                send_to_up, self._run_dir, Describe(), seconds=ANSWER_SECONDS
+                send_to_up, self._run_dir, Describe(), deadline=ANSWER_SECONDS
             )
         except NoUpError:
-            return "its `up` starts, stops or has ended"
+            return "`up` is starting, stopping or gone"
         except (DisaggError, OSError) as error:
             return f"`up` does not answer: {error}"
         return ""
 
     async def _process(self, record: ProcessRecord) -> tuple[Process, str]:
-        """A process, and its /metrics page."""
+        """Returns a process and its /metrics page."""
         seen = Process(record.name, record.role, record.state, record.pid or None)
         if record.state in ("planned", "restarting", "exited"):
             return seen, ""
@@ -203,17 +202,27 @@ class RunDirObserver:
         port = record.ports.get("http", record.ports.get("system"))
         if port is None or record.role == "nats":
             return seen, ""
-        # The frontend's host is its user's choice, workers listen on loopback.
+        # Workers listen on loopback; the user chooses the frontend's host.
         url = self._described.get("url", "") if record.role == "frontend" else ""
-        page = await _page(urlsplit(str(url)).hostname or LOOPBACK, port)
+        page, instance = await asyncio.gather(
+            _page(urlsplit(str(url)).hostname or LOOPBACK, port), self._instance(record, port)
+        )
+        seen = replace(seen, instance=instance)
         if page is None:
             return replace(seen, state=SILENT if record.state == "ready" else record.state), ""
         return (seen if record.role in NO_WORKERS else replace(seen, load=load_of(page))), page
 
+    async def _instance(self, record: ProcessRecord, port: int) -> str | None:
+        if record.role in NO_WORKERS:
+            return None
+        with suppress(OSError):
+            return found.instance if (found := await described(port)) else None
+        return None
+
     def _new_warnings(self) -> list[str]:
         found = []
         for path in sorted(self._run_dir.glob("*.log")):
-            with suppress(FileNotFoundError):  # a log moves when it is full
+            with suppress(FileNotFoundError):  # a full log moves
                 lines = self._new_lines(path)
                 found += [f"{path.stem}: {match[1]}" for line in lines if (match := _WARNING.match(line))]
         return found
@@ -222,12 +231,12 @@ class RunDirObserver:
         begin, size = self._logs.get(path, 0), path.stat().st_size
         self._logs[path] = size
         with path.open("rb") as log:
-            log.seek(max(begin if begin <= size else 0, size - _MOST_LOG_BYTES))
-            return log.read(_MOST_LOG_BYTES).decode(errors="replace").splitlines()
+            log.seek(max(begin if begin <= size else 0, size - _MAX_LOG_BYTES))
+            return log.read(_MAX_LOG_BYTES).decode(errors="replace").splitlines()
 
 
 class FrontendObserver:
-    """Observes a deployment on another machine, through its frontend only; with several, by what all have measured."""
+    """Observes a deployment on another machine, by its frontend only; with several, by the sum of their metrics."""
 
     def __init__(self, frontend: FrontendClient, *others: FrontendClient) -> None:
         self._frontend, self._all = frontend, (frontend, *others)
@@ -253,28 +262,25 @@ class FrontendObserver:
 
 
 def _workers_of(instances: list[Instance]) -> list[Process]:
-    """The workers, with their roles by the components at which peers or the frontend find them."""
+    """The workers, with roles from their components in discovery."""
     components: dict[int, set[str]] = {}
     for each in instances:
         if each.endpoint == "generate":
             components.setdefault(each.instance_id, set()).add(each.component)
     return [
-        Process(f"{number:x}"[:10], _role(names), "listed") for number, names in sorted(components.items())
+        Process(f"{number:x}"[:10], _role(names), "listed", instance=f"{number:x}")
+        for number, names in sorted(components.items())
     ]
 
 
 def _role(components: set[str]) -> str:
-    """The role, by the components at which others find the worker: an agg worker has decode's, not the shared one."""
+    """The role by components: an agg worker has decode's component, but not the shared one."""
     if COMPONENTS[Role.PREFILL] in components:
         return Role.PREFILL.value
     return Role.DECODE.value if components >= {COMPONENTS[Role.DECODE], SHARED_COMPONENT} else "worker"
 
 
 async def _page(host: str, port: int) -> str | None:
-    """The body of the answer; None without an answer in time."""
-    try:
-        async with asyncio.timeout(ANSWER_SECONDS):
-            status, body = await get(host, port, "/metrics")
-    except TimeoutError:
-        return None
+    """The metrics page; None without an answer in time."""
+    status, body = await get(host, port, "/metrics")
     return body.decode(errors="replace") if status == _HTTP_OK else None

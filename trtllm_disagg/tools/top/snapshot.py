@@ -1,6 +1,4 @@
-"""Snapshots of a deployment, and what changes between them: rates, latencies of the last seconds, and events.
-Numbers are None where they could not be read.
-"""
+"""Snapshots of a deployment, and what changes between them: rates, latencies and events. None: could not be read."""
 
 from __future__ import annotations
 
@@ -10,27 +8,27 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-#: Beside the states of `up`'s own table: it is gone, and it does not answer though it should.
+#: States besides those of `up`: gone, and silent though it should answer.
 DEAD, SILENT = "dead", "no answer"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """The load of one worker, from its /metrics page."""
+    """A worker's load, from its /metrics page."""
 
-    #: Requests that run or wait in the engine.
+    #: Requests in the engine, running or waiting.
     batch: int | None = None
-    #: Requests without a first token yet.
+    #: Requests without a first token.
     queued: int | None = None
     kv_blocks: int | None = None
     kv_blocks_total: int | None = None
     handoffs_held: int | None = None
-    #: Workers of the other role that the circuit breaker skips.
+    #: Peers that the circuit breaker skips.
     breakers_open: int | None = None
-    #: Counted since the start of the worker.
+    #: Since the start of the worker.
     prefill_tokens: int | None = None
     decode_tokens: int | None = None
-    #: Requests that were served by a fallback step.
+    #: Requests served by a fallback.
     fallbacks: int | None = None
     requests_shed: int | None = None
 
@@ -43,15 +41,15 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A worker, the frontend, or NATS."""
-
     name: str
     role: str
     state: str
     pid: int | None = None
-    #: What it reports that it does.
+    #: Its reported activity.
     doing: str = ""
     load: WorkerLoad = field(default_factory=WorkerLoad)
+    #: Hexadecimal.
+    instance: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class Latency:
 
 
 class Histogram(NamedTuple):
-    """Upper bounds of buckets, in seconds, and how many measurements were at most that; and the sum of all."""
+    """(upper bound in seconds, measurements up to it) per bucket, and the sum of all."""
 
     buckets: tuple[tuple[float, float], ...] = ()
     total: float = 0.0
@@ -76,7 +74,7 @@ EMPTY = Histogram()
 
 @dataclass(frozen=True, slots=True)
 class FrontendLoad:
-    """The frontend's metrics, from its /metrics page."""
+    """The frontend's load, from its /metrics page."""
 
     running: int | None = None
     waiting: int | None = None
@@ -92,18 +90,18 @@ class Snapshot:
     at: float
     url: str
     model: str
-    #: The current strategy; empty where it could not be read.
+    #: Current strategy; empty if unknown.
     strategy: str
-    #: What is wrong with the whole snapshot, such as an `up` that is gone.
+    #: What invalidates the whole snapshot, such as a missing `up`.
     doubt: str
     processes: tuple[Process, ...]
     frontend: FrontendLoad
-    #: Lines of the workers' logs since the last look that are warnings or errors, "worker: text".
+    #: New warnings and errors in the workers' logs, as "worker: text".
     warnings: tuple[str, ...] = ()
 
 
 def latency(now: Histogram, before: Histogram = EMPTY) -> Latency | None:
-    """The latency of the measurements since `before`; None without any."""
+    """Latency of the measurements since `before`; None if there are none."""
     old = dict(before.buckets)
     counts = [(bound, count - old.get(bound, 0.0)) for bound, count in now.buckets]
     count = counts[-1][1] if counts else 0.0
@@ -114,7 +112,7 @@ def latency(now: Histogram, before: Histogram = EMPTY) -> Latency | None:
 
 
 def share_within(limit: float, now: Histogram, before: Histogram = EMPTY) -> float | None:
-    """The share of the measurements since `before` that were at most `limit`; None without any."""
+    """Share of the measurements since `before` within `limit`; None if there are none."""
     old = dict(before.buckets)
     lower, below, within = 0.0, 0.0, None
     for bound, total in now.buckets:
@@ -127,7 +125,7 @@ def share_within(limit: float, now: Histogram, before: Histogram = EMPTY) -> flo
 
 
 def _quantile(counts: list[tuple[float, float]], share: float) -> float:
-    """As Prometheus' histogram_quantile does: linear inside a bucket, the last finite bound beyond it."""
+    """Like Prometheus' histogram_quantile: linear inside a bucket, else the last finite bound."""
     rank = share * counts[-1][1]
     lower, below = 0.0, 0.0
     for bound, count in counts:
@@ -139,9 +137,9 @@ def _quantile(counts: list[tuple[float, float]], share: float) -> float:
     return lower
 
 
-#: Of latencies and rates.
+#: Seconds that latencies and rates cover.
 WINDOW_SECONDS = 30.0
-_MOST_EVENTS = 200
+_MAX_EVENTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +155,14 @@ class History:
     """The snapshots of the last WINDOW_SECONDS, and the last events."""
 
     looks: deque[Snapshot] = field(default_factory=deque)
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
+    events: deque[Event] = field(default_factory=lambda: deque(maxlen=_MAX_EVENTS))
 
-    def add(self, seen: Snapshot) -> list[Event]:
-        """Add a snapshot, and return its events."""
-        new = list(events_between(self.looks[-1], seen)) if self.looks else []
+    def add(self, seen: Snapshot) -> None:
+        if self.looks:
+            self.events.extend(events_between(self.last, seen))
         self.looks.append(seen)
         while len(self.looks) > 2 and seen.at - self.looks[0].at > WINDOW_SECONDS:
             self.looks.popleft()
-        self.events.extend(new)
-        return new
 
     @property
     def last(self) -> Snapshot:
@@ -180,12 +176,12 @@ class History:
 
     @property
     def _has_past(self) -> bool:
-        """A frontend that was started again counts from zero."""
+        """False after a restart of the frontend, which counts from zero."""
         pairs = [(a.frontend.requests or 0, b.frontend.requests or 0) for a, b in pairwise(self.looks)]
         return len(self.looks) > 1 and all(before <= after for before, after in pairs)
 
     def rate(self, process: Process, name: str) -> float | None:
-        """The rate per second of a running total; None without two snapshots of it, or if the last one lacks it."""
+        """Increase per second of a counter; None without two snapshots, or if the last one lacks it."""
         if getattr(process.load, name) is None:
             return None
         values = [
@@ -209,29 +205,26 @@ def events_between(before: Snapshot, after: Snapshot) -> Iterator[Event]:
     if after.doubt and after.doubt != before.doubt:
         yield event(after.doubt, is_bad=True)
     if before.strategy and after.strategy and after.strategy != before.strategy:
-        yield event(f"the order is {after.strategy} now (it was {before.strategy})")
+        yield event(f"the order is now {after.strategy} (was {before.strategy})")
     known = {process.name: process for process in before.processes}
     for process in after.processes:
         old = known.pop(process.name, None)
         if old is None:
-            yield event(f"{process.name} is new, {process.state}")
+            yield event(f"{process.name} appeared, {process.state}")
             continue
         if old.pid != process.pid and old.pid and process.pid:
-            yield event(f"{process.name} was started again: pid {process.pid}")
+            yield event(f"{process.name} restarted: pid {process.pid}")
         if old.state != process.state:
             bad = process.state in (DEAD, SILENT, "exited", "restarting")
-            now = "does not answer any more" if process.state == SILENT else f"is {process.state}"
-            yield event(f"{process.name} {now} (it was {old.state})", is_bad=bad)
+            now = "no longer answers" if process.state == SILENT else f"is {process.state}"
+            yield event(f"{process.name} {now} (was {old.state})", is_bad=bad)
         yield from (event(text, is_bad=True) for text in _rises(process.name, old.load, process.load))
     yield from (event(f"{name} has left") for name in known)
     yield from (event(text, is_bad=True) for text in after.warnings)
 
 
 def _rises(name: str, before: WorkerLoad, after: WorkerLoad) -> Iterator[str]:
-    for what, more in (
-        ("fallbacks", "took another way"),
-        ("requests_shed", "were refused: too many waited"),
-    ):
+    for what, more in (("fallbacks", "fell back"), ("requests_shed", "were refused: too many waited")):
         old, new = getattr(before, what), getattr(after, what)
         if old is not None and new is not None and new > old:
             yield f"{name}: {new - old} request{'s' * (new - old > 1)} {more}"

@@ -1,4 +1,4 @@
-"""`trtllm-disagg trace`: where the time of a request went, from a run directory or a file of OTLP/JSON."""
+"""`trtllm-disagg trace`: shows where a request's time went, from a run directory or a file of OTLP/JSON."""
 
 from __future__ import annotations
 
@@ -8,53 +8,44 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtllm_disagg.common.exits import ExitCode
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.exits import ExitCode
+from trtllm_disagg.tools.flag_types import positive
 from trtllm_disagg.tools.trace.reading import Node, Trace, find_trace, read_traces
 
 if TYPE_CHECKING:
-    from trtllm_disagg.cli import Parser
+    from trtllm_disagg.common.cli import Parser
 
 
 def add_arguments(parser: Parser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--run-dir", type=Path, metavar="DIR", help="of `trtllm-disagg up`, running or not")
-    where.add_argument(
-        "--otlp-file", type=Path, metavar="FILE", help="lines of OTLP/JSON, as a collector writes them"
-    )
+    where.add_argument("--run-dir", type=Path, metavar="DIR", help="run directory of `up`, running or not")
+    where.add_argument("--otlp-file", type=Path, metavar="FILE", help="OTLP/JSON lines from a collector")
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
-        "request_id", nargs="?", metavar="REQUEST_ID", help="as the answer or a log has it; a trace id"
+        "request_id", nargs="?", metavar="REQUEST_ID", help="request id, as in answers and logs, or trace id"
     )
-    what.add_argument("--last", type=_count, metavar="N", help="the last N requests (default: the last one)")
-    what.add_argument("--slowest", type=_count, metavar="N", help="the N that took longest")
+    what.add_argument(
+        "--last", type=positive, metavar="N", help="the last N requests (default: the last one)"
+    )
+    what.add_argument("--slowest", type=positive, metavar="N", help="the N slowest requests")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="a page instead; one picture if it ends in .svg"
+        "--html", type=Path, metavar="FILE", help="write a page, or a picture if FILE ends in .svg"
     )
-    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="a file for ui.perfetto.dev")
-    parser.add_argument("--json", action="store_true", help="for scripts")
-    parser.replaced = {
-        "--compare": "give --slowest 2 or --perfetto FILE, which has both requests on one clock"
-    }
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; expected a number from 1")
-    return int(text)
+    parser.add_argument("--perfetto", type=Path, metavar="FILE", help="write a file for ui.perfetto.dev")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
-    """Raises ConfigError when no such request was traced there."""
-    # Imported here because `--help` does not need them.
-    from trtllm_disagg.console import Console
+    """Raises ConfigError when the request has no trace."""
+    from trtllm_disagg.common.console import Console
     from trtllm_disagg.tools.trace.waterfall import draw, page, picture
 
     source = args.run_dir or args.otlp_file
     if args.otlp_file is not None and not source.is_file():
         raise ConfigError.bad_value("--otlp-file", str(source), "a file of OTLP/JSON")
     if sum((args.html is not None, args.perfetto is not None, args.json)) > 1:
-        raise ConfigError("--html, --perfetto and --json: give one of them")
+        raise ConfigError("give only one of --html, --perfetto and --json")
     chosen = _chosen(read_traces(source), args, source)
     if args.html is not None:
         is_picture = args.html.suffix == ".svg"
@@ -74,17 +65,15 @@ def _write(flag: str, file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError.bad_value(
-            flag, str(file), f"a file that can be written ({error.strerror})"
-        ) from None
+        raise ConfigError.bad_value(flag, str(file), f"a writable file ({error.strerror})") from None
 
 
 def _chosen(traces: list[Trace], args: argparse.Namespace, source: Path) -> list[Trace]:
     if args.request_id is not None:
         return [find_trace(traces, args.request_id)]
     if not traces:
-        raise ConfigError(f"{source}: no request was traced there yet")
-    # The spans of a prefill are written before the request ends, and would look like a whole request.
+        raise ConfigError(f"{source}: no request has been traced yet")
+    # A prefill's spans are written before the request ends, and would look complete.
     traces = [trace for trace in traces if trace.has_ended] or traces
     if args.slowest is not None:
         return sorted(traces, key=lambda trace: -trace.milliseconds)[: args.slowest]
@@ -92,7 +81,7 @@ def _chosen(traces: list[Trace], args: argparse.Namespace, source: Path) -> list
 
 
 def as_json(trace: Trace) -> dict[str, Any]:
-    """Times are in milliseconds; `longest` is `reading.Trace.blame`, the spans by the time that belongs to each."""
+    """Times in milliseconds. `longest`: spans by their own time (`reading.Trace.blame`)."""
     return {
         "trace_id": trace.trace_id,
         "request_ids": trace.request_ids,
@@ -100,6 +89,10 @@ def as_json(trace: Trace) -> dict[str, Any]:
         "start": trace.start / 1e9,
         "ms": trace.milliseconds,
         "first_token_ms": trace.first_token_ms,
+        "taken_over": [
+            each.attributes | {"at_ms": (each.at - trace.start) / 1e6} for each in trace.takeovers
+        ],
+        "error": trace.error,
         "longest_gap": trace.longest_gap and trace.longest_gap._asdict(),
         "longest": [{"worker": node.worker, "span": node.span.name, "ms": ms} for node, ms in trace.blame],
         "spans": [
@@ -122,8 +115,8 @@ def as_json(trace: Trace) -> dict[str, Any]:
 
 
 def chrome_trace(traces: Sequence[Trace]) -> str:
-    """JSON in the Chrome trace format, which ui.perfetto.dev and chrome://tracing open: a worker is a process, and a
-    thread has spans that nest or follow each other.
+    """JSON in the Chrome trace format for ui.perfetto.dev and chrome://tracing: a process per worker, and threads with
+    spans that nest or follow each other.
 
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
     """
@@ -144,7 +137,7 @@ def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 
 def _thread(node: Node, threads: list[list[Node]]) -> int:
-    """The number of the first thread whose spans `node` overlaps only where it is inside of them."""
+    """Number of the first thread where `node` overlaps only spans that contain it."""
     for number, nodes in enumerate(threads):
         if all(_nests(node, other) for other in nodes):
             nodes.append(node)
@@ -160,7 +153,7 @@ def _nests(node: Node, other: Node) -> bool:
 
 
 def _events(node: Node, pid: int, tid: int, request: str) -> Iterator[dict[str, Any]]:
-    """Microseconds, as the format has them."""
+    """Times in microseconds, as the format requires."""
     place = {"pid": pid, "tid": tid, "cat": "trtllm_disagg" if node.is_ours else "dynamo"}
     arguments: dict[str, Any] = {"request": request, **node.span.attributes}
     if node.span.error is not None:
@@ -168,11 +161,5 @@ def _events(node: Node, pid: int, tid: int, request: str) -> Iterator[dict[str, 
     length = {"ts": node.span.start / 1000, "dur": (node.span.end - node.span.start) / 1000}
     yield {"ph": "X", "name": node.span.name, **place, **length, "args": arguments}
     for event in node.span.events:
-        yield {
-            "ph": "i",
-            "s": "t",
-            "name": event.name,
-            **place,
-            "ts": event.at / 1000,
-            "args": dict(event.attributes),
-        }
+        details = {"ts": event.at / 1000, "args": dict(event.attributes)}
+        yield {"ph": "i", "s": "t", "name": event.name, **place, **details}

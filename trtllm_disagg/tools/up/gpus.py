@@ -1,7 +1,7 @@
-"""Chooses the GPUs of each worker of a deployment: its CUDA_VISIBLE_DEVICES.
+"""Assigns GPUs to the workers of a deployment, by CUDA_VISIBLE_DEVICES.
 
-Prefill workers take theirs from the front of the list and decode workers from its end, so that either role can be
-scaled without a device in common. A GPU is shared only where the workers' shares of its memory add up to at most 1.
+Prefill workers take them from the front of the list and decode workers from its end, so both roles can grow without
+sharing. Workers share a GPU only if their fractions of its memory sum to at most 1.
 """
 
 from __future__ import annotations
@@ -19,50 +19,48 @@ from typing import Any
 
 from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.worker_config import WorkerConfig
-from trtllm_disagg.engine.engines import ENGINES, resolve_engine
+from trtllm_disagg.engine.table import ENGINES, resolve_engine
 from trtllm_disagg.errors import ConfigError
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-#: Dynamo's launch scripts use the same names.
+#: As in Dynamo's launch scripts.
 ROLE_VARIABLES: Mapping[str, str] = {
     "agg": "AGG_CUDA_VISIBLE_DEVICES",
     "prefill": "PREFILL_CUDA_VISIBLE_DEVICES",
     "decode": "DECODE_CUDA_VISIBLE_DEVICES",
 }
-#: Engine arguments that multiply to the number of a worker's GPUs.
+#: Their product is the number of GPUs per worker.
 PARALLEL_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
-#: TensorRT-LLM's default of kv_cache_config.free_gpu_memory_fraction.
+#: TensorRT-LLM's default free_gpu_memory_fraction.
 _FRACTION = 0.9
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-#: Without its daemon the driver loads for each call, which takes seconds with many GPUs.
+#: Without its daemon, the driver loads for each call, which takes seconds with many GPUs.
 _SMI_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class GpuNeeds:
-    """The needs of one worker."""
-
     num_gpus: int
-    #: Share of each GPU's memory, for KV.
+    #: Fraction of each GPU's memory for KV.
     fraction: float
-    #: How long its engine may take to shut down.
+    #: Max time for the engine to shut down.
     shutdown_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The devices and the needs of each role. A role that is not in `needs` gets no devices."""
+    """All devices, and the needs per role. A role without needs gets no devices."""
 
     devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     needs: Mapping[str, GpuNeeds] = field(default_factory=dict)
 
-    def environment(self, role: str, taken: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str]:
-        """The variables of one more worker; `taken`: roles and environments of the others. Raises ConfigError when no
-        GPU has room.
+    def environment(self, role: str, others: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str]:
+        """The variables of one more worker. `others`: roles and environments of the rest. Raises ConfigError if no GPU
+        has room.
         """
         if role not in self.needs:
             return {}
-        need, used = self.needs[role], self._used(taken)
+        need, used = self.needs[role], self._used(others)
         groups = self._groups(role, need.num_gpus)
         group = min(groups, key=lambda devices: max(used[device] for device in devices))
         fullest = max(used[device] for device in group)
@@ -76,23 +74,20 @@ class Gpus:
             )
         return {VARIABLE: ",".join(group)}
 
-    def _used(self, taken: Iterable[tuple[str, Mapping[str, str]]]) -> Mapping[str, float]:
-        """Device -> the share of its memory that workers use."""
+    def _used(self, others: Iterable[tuple[str, Mapping[str, str]]]) -> Mapping[str, float]:
+        """Device -> used fraction of its memory."""
         used: defaultdict[str, float] = defaultdict(float)
-        for role, environment in taken:
+        for role, environment in others:
             for device in environment.get(VARIABLE, "").split(",") if role in self.needs else ():
                 used[device] += self.needs[role].fraction
         return used
 
     def _groups(self, role: str, size: int) -> list[tuple[str, ...]]:
-        """Groups of neighbouring devices for one worker, in order of preference."""
+        """Neighbouring devices for one worker, in order of preference."""
         devices = self.devices[role]
         if size > len(devices):
-            raise ConfigError.bad_value(
-                "--gpus",
-                ",".join(devices),
-                f"at least {size}: each {role} worker has {' x '.join(PARALLEL_SIZES)} of them",
-            )
+            allowed = f"at least {size}: each {role} worker has {' x '.join(PARALLEL_SIZES)} of them"
+            raise ConfigError.bad_value("--gpus", ",".join(devices), allowed)
         last = len(devices) - size
         starts = range(last, -1, -size) if role == "decode" else range(0, last + 1, size)
         return [devices[start : start + size] for start in starts]
@@ -102,21 +97,17 @@ NO_GPUS = Gpus()
 
 
 def gpus_of(
-    workers: Mapping[str, Sequence[str]],
+    workers: Mapping[str, WorkerConfig],
     given: str | None,
     environ: Mapping[str, str],
     present: Callable[[], Mapping[str, str]] | None = None,
 ) -> Gpus:
-    """The GPUs for `workers` (role -> arguments of a worker): those of `given` (--gpus), else of each role's variable,
-    else of CUDA_VISIBLE_DEVICES, which may be empty, else all of the machine (`present`: see `present_gpus`).
+    """The GPUs for `workers` (by role): from `given` (--gpus), else each role's variable, else CUDA_VISIBLE_DEVICES,
+    else `present` (see `present_gpus`).
 
-    NO_GPUS when no engine runs on GPUs, or no GPU is found: then the engine reports that. Raises ConfigError.
+    Returns NO_GPUS if no engine uses GPUs, or none is found, which the engine then reports. Raises ConfigError.
     """
-    on_gpus = {
-        role: config
-        for role, config in worker_configs(workers, environ)
-        if ENGINES[config.engine].is_tensorrt_llm
-    }
+    on_gpus = {role: each for role, each in workers.items() if ENGINES[each.engine].is_tensorrt_llm}
     if not on_gpus:
         if given:
             raise ConfigError.bad_value("--gpus", given, "an engine that gets GPUs: --engine tensorrt_llm")
@@ -143,7 +134,7 @@ def _devices_in(
 def worker_configs(
     workers: Mapping[str, Sequence[str]], environ: Mapping[str, str]
 ) -> Iterator[tuple[str, WorkerConfig]]:
-    """With `auto` resolved to an engine. Skips workers with wrong arguments: the worker itself refuses those."""
+    """Resolves `auto` to an engine. Skips workers with wrong arguments, which the worker itself refuses."""
     for role, arguments in workers.items():
         with suppress(ConfigError):
             config = parse_worker_flags(arguments, environ, ignores_unknown=True, is_elsewhere=True)
@@ -151,8 +142,8 @@ def worker_configs(
 
 
 def gpu_needs_of(config: WorkerConfig) -> GpuNeeds:
-    """The needs of a worker on TensorRT-LLM. Raises ConfigError for wrong engine arguments."""
-    # Imported here because `--help` does not need its libraries.
+    """The needs of a TensorRT-LLM worker. Raises ConfigError for wrong engine arguments."""
+    # Imported late, because `--help` does not need its libraries.
     from trtllm_disagg.config.engine_args import build_engine_args
 
     args: Mapping[str, Any] = build_engine_args(config)
@@ -164,48 +155,46 @@ def gpu_needs_of(config: WorkerConfig) -> GpuNeeds:
 
 
 def longest_sequence(configs: Iterable[WorkerConfig]) -> int | None:
-    """The largest max_seq_len of these workers; None where none is known."""
+    """The largest max_seq_len of these workers; None if unknown."""
     from trtllm_disagg.config.engine_args import build_engine_args
     from trtllm_disagg.worker.model_facts import read_model_facts
 
     longest = 0
     for config in configs:
-        with suppress(ConfigError):  # the worker reports what is wrong
+        with suppress(ConfigError):  # the worker reports it
             given = build_engine_args(config).get("max_seq_len")
             longest = max(longest, given or read_model_facts(config.model).max_positions or 0)
     return longest or None
 
 
 def shutdown_seconds(config: WorkerConfig) -> float:
-    """How long a worker's engine may take to shut down. For the engine 0 means no limit; here there has to be one."""
-    # Imported here because `--help` does not need its libraries.
+    """Max seconds for a worker's engine to shut down. The engine's 0 means no limit; here it needs one."""
     from trtllm_disagg.engine.health import TIMES
 
     return config.engine_health_shutdown_timeout or TIMES.shutdown
 
 
 def num_ranks(engine_args: Mapping[str, Any]) -> int:
-    """The number of ranks of one worker; each has its own GPU, if the engine runs on GPUs."""
+    """Number of ranks of a worker; on GPUs, each rank has its own."""
     return math.prod(int(engine_args.get(name) or 1) for name in PARALLEL_SIZES)
 
 
 def parse_gpus(key: str, text: str, machine: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """A list of indices or UUIDs, as in CUDA_VISIBLE_DEVICES: CUDA sees those before a -1. Raises ConfigError for one
-    that is there twice, or that is not in `machine`, its GPUs' UUIDs by index, if that is known.
+    """Parses indices or UUIDs as CUDA_VISIBLE_DEVICES does, up to a -1. Raises ConfigError for duplicates, and for GPUs
+    that are not in `machine` (index -> UUID), if known.
     """
     devices = tuple(takewhile("-1".__ne__, (device.strip() for device in text.split(","))))
     indices = [_index_of(device, machine or {}) for device in devices]
     if not all(devices) or len(set(indices)) != len(indices):
         raise ConfigError.bad_value(key, text, "different GPUs, as in 0,1,2,3")
     if None in indices:
-        raise ConfigError.bad_value(
-            key, text, f"GPUs of this machine: {','.join(machine or ())}, or their UUIDs"
-        )
+        allowed = f"GPUs of this machine: {','.join(machine or ())}, or their UUIDs"
+        raise ConfigError.bad_value(key, text, allowed)
     return devices
 
 
 def _index_of(device: str, machine: Mapping[str, str]) -> str | None:
-    """None for a GPU that is not there. Of a UUID its beginning is enough; a part of a GPU has a UUID of its own."""
+    """None for an absent GPU. The start of a UUID is enough; a part of a GPU has its own UUID."""
     if not machine or device in machine or device.startswith("MIG-"):
         return device
     found = [index for index, uuid in machine.items() if uuid.startswith(device)]
@@ -213,8 +202,8 @@ def _index_of(device: str, machine: Mapping[str, str]) -> str | None:
 
 
 def present_gpus() -> dict[str, str]:
-    """The UUIDs of this machine's GPUs by index, as nvidia-smi says; without it, those of the driver's directory, which
-    containers may lack. Neither knows CUDA_VISIBLE_DEVICES.
+    """Index -> UUID of this machine's GPUs, by nvidia-smi, else by the driver's directory, which containers may lack.
+    Both ignore CUDA_VISIBLE_DEVICES.
     """
     command = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
     try:
@@ -222,7 +211,7 @@ def present_gpus() -> dict[str, str]:
             command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
-        # Both count in the order of the bus.
+        # Both count in bus order.
         files = sorted(_DRIVER.glob("*/information"))
         uuids = (re.search(r"^GPU UUID:\s*(\S+)", file.read_text(), re.MULTILINE) for file in files)
         return {str(index): found[1] if found else "" for index, found in enumerate(uuids)}

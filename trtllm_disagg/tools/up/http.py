@@ -1,7 +1,6 @@
-"""HTTP requests of commands, and by them whether the processes of a deployment can serve.
+"""HTTP requests of commands, and the readiness checks of a deployment.
 
-A proxy that the environment names is for other machines: it cannot reach a server that listens on this machine's
-loopback address, and perhaps not one on another address of this machine.
+Requests to this machine bypass the environment's proxy, which cannot reach loopback, and perhaps no other address here.
 """
 
 from __future__ import annotations
@@ -19,17 +18,15 @@ from trtllm_disagg.tools.up.plan import LOOPBACK, DeploymentConfig, ProcessSpec
 if TYPE_CHECKING:
     from aiohttp import ClientSession
 
-#: Of `get`.
+#: Timeout of `get`.
 TIMEOUT_SECONDS = 2.0
-#: Of an answer that is read as a whole. The metrics of a large deployment are some megabytes.
-MOST_BYTES = 64 << 20
+#: Max size of a body. Metrics of a large deployment take a few megabytes.
+MAX_BYTES = 64 << 20
 NATS_HEALTH = "/healthz?js-server-only=true"
-#: A model may be served at one of them only.
-REQUEST_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 async def get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    """Status and body of a server on this machine; status 0 when there is no whole answer within TIMEOUT_SECONDS."""
+    """Status and body from a server on this machine; status 0 without a complete answer in TIMEOUT_SECONDS."""
     place = f"[{host}]" if ":" in host else host
     try:
         return await ask(f"http://{place}:{port}{path}", TIMEOUT_SECONDS)
@@ -40,10 +37,9 @@ async def get(host: str, port: int, path: str) -> tuple[int, bytes]:
 async def ask(
     url: str, seconds: float, body: object = None, headers: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:
-    """Status and body of the answer to a GET, or to a POST of `body` as JSON. Raises OSError without an answer that is
-    whole after `seconds`, and of at most MOST_BYTES.
+    """Status and body of a GET, or of a POST of `body` as JSON. Raises OSError without a complete answer of at most
+    MAX_BYTES within `seconds`.
     """
-    # Imported here because `--help` does not need it.
     from aiohttp import ClientConnectorError, ClientError
 
     method = "GET" if body is None else "POST"
@@ -56,8 +52,8 @@ async def ask(
             whole = bytearray()
             async for part in response.content.iter_any():
                 whole += part
-                if len(whole) > MOST_BYTES:
-                    raise OSError(f"an answer of more than {MOST_BYTES >> 20} MiB")
+                if len(whole) > MAX_BYTES:
+                    raise OSError(f"an answer of more than {MAX_BYTES >> 20} MiB")
             return response.status, bytes(whole)
     except TimeoutError:
         raise TimeoutError(f"no whole answer within {seconds:g} s") from None
@@ -68,7 +64,7 @@ async def ask(
 
 
 def session(url: str, **options: Any) -> ClientSession:
-    """For requests to `url`, with aiohttp's `options`; without its timeouts."""
+    """A session for `url` with aiohttp's `options`, without its timeouts."""
     from aiohttp import ClientSession, ClientTimeout
 
     is_elsewhere = not _is_here(urlsplit(url).hostname or "")
@@ -76,7 +72,7 @@ def session(url: str, **options: Any) -> ClientSession:
 
 
 def _is_here(host: str) -> bool:
-    """Whether it is an address of this machine. Of names only localhost is: to ask for others may take seconds."""
+    """Whether this machine has the address. Of names, only localhost counts, since lookups may take seconds."""
     try:
         ip_address(host)
     except ValueError:
@@ -85,7 +81,7 @@ def _is_here(host: str) -> bool:
 
 
 def address_here(host: str) -> str | None:
-    """The address of `host`; None for another machine's, on which no socket can be bound here."""
+    """Address of `host`; None if no socket can be bound to it here."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as trial:
@@ -95,8 +91,14 @@ def address_here(host: str) -> str | None:
     return str(address[0])
 
 
+def prompts(text: str) -> dict[str, dict[str, Any]]:
+    """Path -> the part of a body with the prompt. A model may be served at only one of them."""
+    chat = {"messages": [{"role": "user", "content": text}]}
+    return {"/v1/completions": {"prompt": text}, "/v1/chat/completions": chat}
+
+
 async def is_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
-    """A frontend is ready when it serves the model, a worker or NATS when its health check succeeds."""
+    """A frontend is ready when it serves the model; a worker or NATS when its health check succeeds."""
     if spec.http_port is not None:
         host, port = config.client_host, spec.http_port
         return await lists_model(host, port, config.served_model_name) and await _is_open(host, port)
@@ -108,13 +110,13 @@ async def is_ready(spec: ProcessSpec, config: DeploymentConfig) -> bool:
 
 
 async def answers(spec: ProcessSpec, config: DeploymentConfig) -> bool:
-    """Whether the frontend answers, even without a model."""
+    """Whether the frontend answers, with or without a model."""
     status, _ = await get(config.client_host, spec.http_port or 0, "/v1/models")
     return status == 200
 
 
 async def lacks_model(spec: ProcessSpec, config: DeploymentConfig) -> bool:
-    """Whether the frontend answers, and would refuse each request: it knows no worker that takes them."""
+    """Whether the frontend answers, but knows no worker that takes requests."""
     return await answers(spec, config) and not await is_ready(spec, config)
 
 
@@ -127,6 +129,6 @@ async def lists_model(host: str, port: int, model: str) -> bool:
 
 
 async def _is_open(host: str, port: int) -> bool:
-    """Whether the frontend has a path for requests. Dynamo opens it a moment after it lists the model: 404 before."""
-    statuses = [(await get(host, port, path))[0] for path in REQUEST_PATHS]
+    """Whether the frontend has opened a path for requests, which Dynamo does shortly after it lists the model."""
+    statuses = [(await get(host, port, path))[0] for path in prompts("")]
     return any(status not in (0, 404) for status in statuses)

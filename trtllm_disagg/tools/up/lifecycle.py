@@ -1,13 +1,12 @@
-"""A deployment as a context manager, for tests and tools: it runs inside the block and is gone after it."""
+"""A deployment as a context manager, for tests and tools: it runs inside the block."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -15,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trtllm_disagg import INSTALL_DYNAMO
+from trtllm_disagg.common import machine
+from trtllm_disagg.common.exits import EXIT_CODES, ONE_INTERRUPT_SECONDS, ExitCode, is_wanted
+from trtllm_disagg.common.interpreter import environment
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes import machine
-from trtllm_disagg.processes.exits import EXIT_CODES, ONE_INTERRUPT_SECONDS, ExitCode, is_wanted
-from trtllm_disagg.processes.interpreter import environment, python
 from trtllm_disagg.tools.up.command_socket import serving_commands
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import (
@@ -34,35 +33,28 @@ from trtllm_disagg.tools.up.status import Status
 from trtllm_disagg.tools.up.supervisor import Supervisor, first_completed
 from trtllm_disagg.tools.up.workers import needs_of, with_workers
 
-_AGAIN_SECONDS = 30.0
-
 
 def prepare(config: DeploymentConfig, status: Status) -> Supervisor:
-    """Check for Dynamo and the engine, the machine's limits and the port, plan the processes, and claim the run
-    directory. Starts no process.
+    """Checks Dynamo, the engine, limits and the port, plans the processes, and claims the run directory. Starts
+    nothing.
     """
     if find_spec("dynamo") is None:
-        raise ConfigError(f"frontend and workers need Dynamo, which is not installed here: {INSTALL_DYNAMO}")
+        raise ConfigError(f"frontend and workers need Dynamo, which is not installed: {INSTALL_DYNAMO}")
     environ = environment()
-    for shortage in check_deployment_limits([config]):
+    for shortage in machine.check_limits(needs_of(config)):
         status.note(f"warning: {shortage}")
     http_port = free_http_port(config.http_host, config.http_port)
     config = replace(config, http_port=http_port, run_dir=config.run_dir.absolute())
     config = with_workers(config, environ)
     specs = plan(config, system_ports=free_system_ports(num_system_ports(config)), environ=environ)
-    # Last, because it removes the traces of the deployment before.
+    # Last, because it removes the earlier deployment's traces.
     run_dir = RunDir.claim(config.run_dir, status.note)
     return Supervisor(config, specs, run_dir, status, environ)
 
 
-def check_deployment_limits(configs: Iterable[DeploymentConfig]) -> list[str]:
-    """`check_limits` for deployments that run side by side."""
-    return machine.check_limits(sum(map(needs_of, configs), machine.Needs()))
-
-
 async def serve(config: DeploymentConfig, status: Status) -> ExitCode:
-    """Run `up` to its end. Returns 0 after a clean stop, 1 when the deployment failed or a process had to be killed,
-    and 128 + signal number (130 for SIGINT) when it was stopped before it was ready.
+    """Runs `up` to its end. Returns 0 after a clean stop, 1 when the deployment failed or a process had to be killed,
+    and 128 + signal number (130 for SIGINT) when stopped before it was ready.
     """
     supervisor = prepare(config, status)
     status.note(f"run directory: {supervisor.config.run_dir}")
@@ -75,8 +67,8 @@ async def _serve(supervisor: Supervisor, status: Status) -> ExitCode:
         try:
             was_ready = await interrupts.allow(supervisor.load())
             if was_ready:
-                # Commands must be served before the line is printed: a reader may send one at once.
-                async with serving_commands(supervisor), autoscaling(supervisor):
+                # Commands must work before the line is printed: a reader may send one at once.
+                async with serving_commands(supervisor):
                     print(supervisor.config.ready_line, flush=True)
                     await interrupts.allow(supervisor.watch())
             status.note("stopping; interrupt again to kill at once")
@@ -92,49 +84,14 @@ async def _serve(supervisor: Supervisor, status: Status) -> ExitCode:
             await supervisor.kill()
 
 
-@asynccontextmanager
-async def autoscaling(supervisor: Supervisor) -> AsyncIterator[None]:
-    """Inside the block `trtllm-disagg autoscale` runs, where it is wanted. It sends commands as any client does, and
-    ends by itself when this process is killed.
-    """
-    keeping = asyncio.create_task(_autoscale(supervisor)) if supervisor.config.autoscale else None
-    try:
-        yield
-    finally:
-        if keeping is not None:
-            keeping.cancel()
-            await asyncio.wait((keeping,))
-
-
-async def _autoscale(supervisor: Supervisor) -> None:
-    """Never returns: an `autoscale` that ends is started again."""
-    run_dir = supervisor.config.run_dir
-    argv = python("-m", "trtllm_disagg", "autoscale", "--run-dir", str(run_dir), *supervisor.config.autoscale)
-    while True:
-        with (run_dir / "autoscale.log").open("ab") as log:
-            child = await asyncio.create_subprocess_exec(
-                *argv, env=supervisor.environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
-        try:
-            code = await child.wait()
-        finally:
-            if child.returncode is None:
-                child.terminate()
-                await child.wait()
-        supervisor.note(
-            f"autoscale has ended ({code}, see autoscale.log): it starts again in {_AGAIN_SECONDS:g} s"
-        )
-        await asyncio.sleep(_AGAIN_SECONDS)
-
-
 class Interrupts:
-    """The first SIGINT, SIGTERM or SIGHUP sets `stop`, the next one `hurry`."""
+    """SIGINT, SIGTERM and SIGHUP: the first one sets `stop`, the next one `hurry`."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
         self.hurry = asyncio.Event()
         self._first_at = 0.0
-        #: For a process that ends because of the first signal.
+        #: Of the first signal.
         self.exit_code = ExitCode.DONE
 
     @contextmanager
@@ -148,11 +105,11 @@ class Interrupts:
         finally:
             for number, handler in before.items():
                 loop.remove_signal_handler(number)
-                # After a signal this process ends, and a late one must not end it before it has removed its files.
+                # This process ends now; a late signal must not stop it from removing its files.
                 signal.signal(number, signal.SIG_IGN if self.stop.is_set() else handler)
 
     async def allow(self, work: Coroutine[None, None, None]) -> bool:
-        """Run `work` until its end or the first interrupt. Returns False when it was interrupted."""
+        """Runs `work` until its end or the first interrupt. Returns False if interrupted."""
         interrupted = await first_completed(work, self.stop.wait())
         return not interrupted
 
@@ -167,7 +124,7 @@ class Interrupts:
 
 
 class Deployment:
-    """A deployment that is ready. `config` has the port and the run directory in use."""
+    """A ready deployment. `config` has the actual port and run directory."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
@@ -189,7 +146,7 @@ class Deployment:
         return self.config.run_dir
 
     def of_role(self, role: ProcessRole) -> list[ManagedProcess]:
-        """The processes of `role`, each with its `pid`, `log`, `state` and `spec.system_port`."""
+        """Processes of `role`, each with `pid`, `log`, `state` and `spec.system_port`."""
         return [process for process in self.processes if process.role == role]
 
 
@@ -197,9 +154,8 @@ class Deployment:
 async def running_deployment(
     config: DeploymentConfig, status: Status | None = None
 ) -> AsyncIterator[Deployment]:
-    """A deployment that is ready when the block begins, and drained or killed when it ends.
-
-    Raises DeploymentFailedError with a readable report when the deployment does not become ready.
+    """A deployment that is ready inside the block, and drained or killed at its end. Raises DeploymentFailedError, with
+    a readable report, if it does not become ready.
     """
     status = status or Status()
     supervisor = prepare(config, status)
@@ -211,7 +167,7 @@ async def running_deployment(
                 await supervisor.abandon()
                 raise
         try:
-            async with serving_commands(supervisor), autoscaling(supervisor):
+            async with serving_commands(supervisor):
                 yield Deployment(supervisor)
         finally:
             async with status.showing(supervisor.processes):
@@ -222,7 +178,7 @@ async def running_deployment(
 
 @contextmanager
 def deployment_in_background(config: DeploymentConfig, status: Status | None = None) -> Iterator[Deployment]:
-    """`running_deployment` in a thread, for callers without an event loop, such as a session fixture of pytest."""
+    """`running_deployment` in a thread, for callers without an event loop, such as pytest fixtures."""
     ready: Future[Deployment] = Future()
     loop = asyncio.new_event_loop()
     keeping = loop.create_task(_keep(running_deployment(config, status), ready))

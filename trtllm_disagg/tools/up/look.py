@@ -1,53 +1,62 @@
-"""What is: what each worker says of itself, on its system port, and what the frontend says of a worker."""
+"""Looks at workers: what each reports on its system port, and what the frontend says of it."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
-from trtllm_disagg.admin.commands import ADMIN_ROUTE, Command, Description, Signer
+from trtllm_disagg.admin.commands import ADMIN_ROUTE, Command, Signer
 from trtllm_disagg.errors import DisaggError, InvalidRequestError, PeerUnavailableError
-from trtllm_disagg.tools.up.http import ask
+from trtllm_disagg.tools.up.commands import Description
+from trtllm_disagg.tools.up.http import ask, prompts
 from trtllm_disagg.tools.up.plan import LOOPBACK
-from trtllm_disagg.tools.up.reconcile import Phase, Seen, takes_requests
+from trtllm_disagg.tools.up.reconcile import Phase, takes_requests
+from trtllm_disagg.wire.old_names import with_new_keys
 
 _DESCRIBE_SECONDS = 2.0
-#: Longer than the grace period that a worker waits until all frontends have removed it.
+#: Longer than a worker's grace period, in which all frontends remove it.
 _COMMAND_SECONDS = 60.0
 _FRONTEND_SECONDS = 5.0
-#: After that a new revision without an answer to the frontend counts as broken.
+#: Without an answer to the frontend after this time, a new revision counts as broken.
 ANSWER_SECONDS = 60.0
-#: A worker's states (worker/life.py) in which it finishes its requests.
+#: States (worker/life.py) of a worker that finishes its requests.
 _LEAVING_STATES = ("unlisted", "draining", "over")
 
 
-class Described(msgspec.Struct, frozen=True):
-    """A worker's own description."""
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A worker with its own description."""
 
     instance: str
     description: Description
+    #: Dynamo's; it found the worker.
+    endpoint_id: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.description.role} {self.instance}"
 
 
 async def described(system_port: int) -> Described | None:
-    """What the worker at this port says of itself; None for one of another version, which says nothing there. Raises
-    OSError when it does not answer now.
-    """
+    """The description of the worker at this port; None for a version without one. Raises OSError without an answer."""
     status, body = await ask(_url(system_port), _DESCRIBE_SECONDS, {})
+    if status != HTTPStatus.OK:
+        return None
     try:
         said = json.loads(body)
-        return Described(said["instance"], msgspec.convert(said, Description)) if status == 200 else None
+        return Described(said["instance"], msgspec.convert(with_new_keys(said), Description))
     except (ValueError, KeyError, TypeError, msgspec.ValidationError):
         return None
 
 
 async def command_worker(system_port: int, instance: str, signer: Signer, command: Command) -> dict[str, Any]:
-    """Has the worker at this port execute a command, and returns its answer. Raises InvalidRequestError where it
-    refuses, another DisaggError where it fails or does not answer.
+    """Sends a command to the worker at this port, and returns its answer. Raises InvalidRequestError if it refuses,
+    another DisaggError if it fails or does not answer.
     """
     drains: float = getattr(command, "seconds", 0.0)
     request = signer.request(command, int(instance, 16))
@@ -60,7 +69,7 @@ async def command_worker(system_port: int, instance: str, signer: Signer, comman
         return answer
     refused = said.get("error") if isinstance(said, dict) else None
     if not isinstance(refused, dict):
-        raise DisaggError(f"an answer that is none: {said!r:.200}")
+        raise DisaggError(f"unexpected answer: {said!r:.200}")
     is_refusal = refused.get("code") == InvalidRequestError.category
     raise (InvalidRequestError if is_refusal else DisaggError)(str(refused.get("message")))
 
@@ -69,22 +78,15 @@ def _url(system_port: int) -> str:
     return f"http://{LOOPBACK}:{system_port}/engine/{ADMIN_ROUTE}"
 
 
-#: A model may be served at one of the two paths only.
-_PROMPTS: dict[str, dict[str, Any]] = {
-    "completions": {"prompt": "?"},
-    "chat/completions": {"messages": [{"role": "user", "content": "?"}]},
-}
-
-
 async def frontend_knows(url: str, model: str, instance: int) -> bool | None:
-    """Whether the frontend sends requests for a model to the worker with that instance id. The query pins the worker
-    and generates no token: the frontend answers only where it would send the request, and refuses a pin to a worker
-    that it does not know. None: it does not say (DYN_DISABLE_FRONTEND_NVEXT).
+    """Whether the frontend sends requests for a model to this instance. The query pins the worker and generates
+    nothing: the frontend answers it only if it would send the request. None: it does not say
+    (DYN_DISABLE_FRONTEND_NVEXT).
     """
     is_silent = False
     for path, body in _pinned(model, {"annotations": ["query_instance_id:"]}):
         try:
-            status, answer = await ask(f"{url}/v1/{path}", _FRONTEND_SECONDS, body, _pin(instance))
+            status, answer = await ask(url + path, _FRONTEND_SECONDS, body, _pin(instance))
             said = json.loads(answer)
             is_silent |= status == 200 and "worker_id" not in (said.get("nvext") or {})
             if said["nvext"]["worker_id"]["decode_worker_id"] == instance:
@@ -95,14 +97,14 @@ async def frontend_knows(url: str, model: str, instance: int) -> bool | None:
 
 
 async def frontend_answers(url: str, model: str, instance: int) -> str:
-    """Empty when the frontend answers a request, of one token, by the worker with that instance id; else why not. Where
-    it makes the pairs itself it takes no such pin: then the answer says which worker made it.
+    """Empty if the frontend answers a one-token request by this instance, else the reason. A frontend that pairs stages
+    itself takes no pin; its answer names the worker.
     """
     why = ""
     for path, body in _pinned(model, {}):
         for pin in (_pin(instance), {}):
             try:
-                status, answer = await ask(f"{url}/v1/{path}", _FRONTEND_SECONDS, body, pin)
+                status, answer = await ask(url + path, _FRONTEND_SECONDS, body, pin)
                 said = json.loads(answer)
                 if status == 200 and said["choices"]:
                     if pin or said["nvext"]["worker_id"]["decode_worker_id"] == instance:
@@ -119,7 +121,7 @@ async def frontend_answers(url: str, model: str, instance: int) -> str:
 
 def _pinned(model: str, options: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     nvext = {"extra_fields": ["worker_id"], **options}
-    for path, prompt in _PROMPTS.items():
+    for path, prompt in prompts("?").items():
         yield path, {"model": model, "max_tokens": 1, "nvext": nvext, **prompt}
 
 
@@ -127,87 +129,53 @@ def _pin(instance: int) -> dict[str, str]:
     return {"x-dynamo-worker-instance-id": str(instance)}
 
 
-def phase_of(told: Description) -> Phase:
-    if told.becomes or told.state in _LEAVING_STATES:
+def phase_of(description: Description) -> Phase:
+    if description.becomes or description.state in _LEAVING_STATES:
         return Phase.LEAVING
-    return Phase.SERVING if told.ready else Phase.STARTING
-
-
-def seen(
-    name: str, told: Description, phase: Phase, *, answers: bool, is_busy: bool, fault: str = ""
-) -> Seen:
-    """A worker that describes itself."""
-    return Seen(
-        name,
-        told.role.value,
-        phase,
-        told.strategy,
-        told.revision or "",
-        becomes=told.becomes if phase is Phase.LEAVING else "",
-        is_registered=told.registered,
-        answers=answers,
-        requests=told.whole_requests,
-        fault=fault,
-        is_busy=is_busy,
-    )
-
-
-#: Why the frontend does not send requests for a model to an instance; of a new revision: why it got no answer from it.
-#: Empty: it does.
-WhyNot = Callable[[str, int, bool], Awaitable[str]]
-
-
-def as_frontend_says(url: str, settle: float) -> WhyNot:
-    """`settle`: seconds after which a frontend that does not say whom it knows counts as knowing a worker."""
-    otherwise = as_assumed_after(settle)
-
-    async def why_not(model: str, instance: int, is_new: bool) -> str:
-        if is_new:
-            return await frontend_answers(url, model, instance)
-        knows = await frontend_knows(url, model, instance)
-        return await otherwise(model, instance, is_new) if knows is None else "" if knows else "not known"
-
-    return why_not
-
-
-def as_assumed_after(seconds: float) -> WhyNot:
-    """For frontends with unknown addresses: each counts as knowing a worker `seconds` after the first question."""
-    asked_at: dict[int, float] = {}
-
-    async def why_not(model: str, instance: int, is_new: bool) -> str:
-        now = time.monotonic()
-        return "" if now - asked_at.setdefault(instance, now) >= seconds else "not known yet"
-
-    return why_not
+    return Phase.SERVING if description.ready else Phase.STARTING
 
 
 @dataclass(slots=True)
 class FirstStages:
-    """Those that the frontend sends requests to. It is asked until it says so."""
+    """The workers that get requests from the frontend, which is asked until it sends them."""
 
-    why_not: WhyNot
-    #: Instances, and whether they were of a new revision then.
-    _confirmed: set[tuple[str, bool]] = field(default_factory=set)
-    #: Since when the frontend has been asked for one, and why it did not last.
+    #: Of the frontend; empty: unknown.
+    url: str = ""
+    #: Seconds until a frontend that is unknown, or does not say whom it knows, counts as knowing a worker.
+    settle: float = 0.0
+    #: (instance, whether of a new revision) -> since when the frontend is asked, and the reason why not; empty: it
+    #: does.
     _asked: dict[tuple[str, bool], tuple[float, str]] = field(default_factory=dict)
+    _first_asked: dict[str, float] = field(default_factory=dict)
 
-    async def has(self, instance: str, told: Description, phase: Phase, *, is_new: bool) -> bool:
+    async def has(self, instance: str, description: Description, phase: Phase, *, is_new: bool) -> bool:
         key = instance, is_new
-        is_first = phase is Phase.SERVING and told.registered and takes_requests(told.role, told.strategy)
-        if not is_first:  # when it is one again, the frontend has to learn of it again
-            self._confirmed.discard(key)
-            self._asked.pop(key, None)
-        if not is_first or key in self._confirmed:
-            return is_first
-        since, _ = self._asked.setdefault(key, (time.monotonic(), ""))
-        why = await self.why_not(told.model, int(instance, 16), is_new)
-        self._asked[key] = since, why
-        if not why:
-            self._confirmed.add(key)
+        if not (
+            phase is Phase.SERVING
+            and description.registered
+            and takes_requests(description.role, description.strategy)
+        ):
+            self._asked.pop(key, None)  # as a later first stage, the frontend must find it again
+            return False
+        now = time.monotonic()
+        since, why = self._asked.setdefault(key, (now, "not asked"))
+        if why:
+            waited = now - self._first_asked.setdefault(instance, now)
+            why = await self.why_not(description.model, int(instance, 16), is_new, waited)
+            self._asked[key] = since, why
         return not why
 
+    async def why_not(self, model: str, instance: int, is_new: bool, waited: float) -> str:
+        """Why the frontend sends an instance no requests; for a new revision, why it gets no answer from it. Empty: it
+        does. `waited`: seconds since the first question.
+        """
+        if self.url and is_new:
+            return await frontend_answers(self.url, model, instance)
+        knows = await frontend_knows(self.url, model, instance) if self.url else None
+        return "" if (waited >= self.settle if knows is None else knows) else "not known"
+
     def fault(self, instance: str) -> str:
-        """Why an instance of a new revision counts as broken."""
+        """Why an instance of a new revision counts as broken; empty if it does not."""
         since, why = self._asked.get((instance, True), (0.0, ""))
         if not why or time.monotonic() - since < ANSWER_SECONDS:
             return ""

@@ -1,4 +1,4 @@
-"""One running process of a deployment: its state, its log, its end, and its next start."""
+"""One process of a deployment: its state, log, end and next start."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from trtllm_disagg.processes.machine import birth
-from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, Activity, read_activity
+from trtllm_disagg.common.exits import ExitCode
+from trtllm_disagg.common.machine import birth
+from trtllm_disagg.common.reports import ACTIVITY_VARIABLE, Activity, read_activity
 from trtllm_disagg.tools.up.orphan_reaper import kill_marked
 from trtllm_disagg.tools.up.plan import Backoff, ProcessRole, ProcessSpec
 from trtllm_disagg.tools.up.run_dir import (
-    MOST_LOG_BYTES,
+    MAX_LOG_BYTES,
     ProcessRecord,
     forget_predecessor,
     move_to_predecessor,
@@ -27,24 +28,24 @@ from trtllm_disagg.tools.up.run_dir import (
 State = Literal["planned", "starting", "ready", "stopping", "exited", "restarting"]
 
 TAIL_BYTES = 64 * 1024
-#: Between two checks of the log's size.
+#: Time between two checks of the log's size.
 LOOK_SECONDS = 5.0
 _SWEEP_SECONDS = 0.1
 ESCAPE_SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 class Deaths:
-    """Counts the deaths of one process, from which follow the delay of its next start, and when it is given up."""
+    """Counts the deaths of a process, which set the delay of its next start and when it is given up."""
 
     def __init__(self, backoff: Backoff) -> None:
         self._backoff = backoff
         self._in_a_row = 0
         self.failed_starts = 0
-        #: The report of the last one.
+        #: Report of the last death.
         self.last = ""
 
     def count(self, ready_seconds: float | None, report: str) -> None:
-        """Count one more death. `ready_seconds`: how long the process had been ready; None when it never was."""
+        """Counts a death. `ready_seconds`: time it had been ready; None: never."""
         self.last = report
         if ready_seconds is None:
             self.failed_starts += 1
@@ -60,42 +61,42 @@ class Deaths:
 
     @property
     def delay(self) -> float:
-        """Seconds before the next start."""
+        """Seconds until the next start."""
         doublings = min(self._in_a_row - 1, 30)
-        return min(self._backoff.first * 2.0**doublings, self._backoff.most)
+        return min(self._backoff.first * 2.0**doublings, self._backoff.max_delay)
 
 
 class ManagedProcess:
-    """A process in its own session, so that a Ctrl-C in the terminal reaches only `up`."""
+    """A process in its own session, so that Ctrl-C in the terminal reaches only `up`."""
 
     def __init__(
         self,
         spec: ProcessSpec,
         log: Path,
-        most_log_bytes: int = MOST_LOG_BYTES,
+        max_log_bytes: int = MAX_LOG_BYTES,
         look_seconds: float = LOOK_SECONDS,
         backoff: Backoff | None = None,
     ) -> None:
         self.spec = spec
         self.log = log
-        self._most_log_bytes = most_log_bytes
+        self._max_log_bytes = max_log_bytes
         self._look_seconds = look_seconds
         self.state: State = "planned"
         self.returncode: int | None = None
         self.started_at = self.changed_at = time.monotonic()
         self.restarts = 0
-        #: Its runs end for good: `up` has told it to stop. Else it starts again when it dies.
-        self.told_to_stop = asyncio.Event()
+        #: `up` stops it. Otherwise it starts again when it dies.
+        self.stop_requested = asyncio.Event()
         self.deaths = Deaths(backoff or Backoff())
-        #: Set since it was ready for the first time.
+        #: Set once it was ready for the first time.
         self.was_ready = asyncio.Event()
-        #: It died too often to be started again.
+        #: It died too often to be restarted.
         self.is_given_up = False
-        #: Something else than `up` told it to stop.
+        #: Another program told it to stop.
         self.has_left = False
-        #: What an ended process has left behind is gone, too, or given up.
+        #: Its leftovers are gone, or given up.
         self.is_swept = True
-        #: When a process in state `restarting` starts.
+        #: Time of the next start, in state `restarting`.
         self.restart_at = 0.0
         self._ready_at: float | None = None
         self._ended_at: float | None = None
@@ -121,30 +122,30 @@ class ManagedProcess:
 
     @property
     def is_over(self) -> bool:
-        """It has ended, and does not start again."""
-        return self.told_to_stop.is_set() and not self.is_running and self.state != "restarting"
+        """It has ended for good."""
+        return self.stop_requested.is_set() and not self.is_running and self.state != "restarting"
 
     @property
     def holds_gpus(self) -> bool:
-        """The GPUs of its environment are not free: it or a rank of it runs, if only to drain, or it starts again."""
+        """Its GPUs are in use: it or a rank runs or drains, or it starts again."""
         return self.is_running or self.state == "restarting" or not self.is_swept
 
     @property
     def elapsed(self) -> float:
-        """Seconds from its last start until now, or until its end."""
+        """Seconds since its last start, until now or its end."""
         return (self._ended_at or time.monotonic()) - self.started_at
 
     @property
     def ready_seconds(self) -> float | None:
-        """For how long it has been ready since its last start; None when it never was."""
+        """Seconds that it has been ready since its last start; None: never."""
         if self._ready_at is None:
             return None
         return (self._ended_at or time.monotonic()) - self._ready_at
 
     @property
     def ended_well(self) -> bool:
-        """It never ran, exited with 0, or ended by SIGTERM before it had a handler for that."""
-        return self.returncode in (None, 0, -signal.SIGTERM)
+        """It never ran, exited with 0, or ended by SIGTERM."""
+        return self.returncode in (None, 0, ExitCode.TERMINATED, -signal.SIGTERM)
 
     @property
     def was_killed(self) -> bool:
@@ -152,7 +153,7 @@ class ManagedProcess:
 
     @property
     def activity(self) -> Activity:
-        """What the process reports that it does; empty for a process without reports."""
+        """Its reported activity; empty without reports."""
         file = self._activity_file
         return Activity() if file is None else read_activity(file)
 
@@ -162,7 +163,7 @@ class ManagedProcess:
         return Path(file) if file else None
 
     async def start(self, env: Mapping[str, str]) -> None:
-        """Start the process. When it is started again, its log continues after a line that says so."""
+        """Starts the process. A restart continues the log after a line that says so."""
         if (activity := self._activity_file) is not None:
             activity.unlink(missing_ok=True)
         with self.log.open("ab", buffering=0) as log:
@@ -171,10 +172,10 @@ class ManagedProcess:
                 forget_predecessor(self.log)
             else:
                 now = datetime.now().astimezone().isoformat(timespec="seconds")
-                with contextlib.suppress(OSError):  # the disk is full: the process runs without this line
+                with contextlib.suppress(OSError):  # on a full disk, run without this line
                     log.write(f"--- started again at {now}, after: {self.describe_end()} ---\n".encode())
                 self.restarts += 1
-            # `truncate` leaves the position where the old log ended.
+            # After `truncate`, the position is still at the old end.
             self._log_start = log.seek(0, os.SEEK_END)
             self._process = await asyncio.create_subprocess_exec(
                 *self.spec.argv,
@@ -191,16 +192,14 @@ class ManagedProcess:
         self._become("starting")
 
     async def wait(self) -> None:
-        """Wait for the end of the process, keeping its log short meanwhile, and kill what it has left behind in its
-        session.
-        """
+        """Waits for the end, keeps the log short meanwhile, and kills what remains in its session."""
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait())
         try:
             while not (await asyncio.wait((ended,), timeout=self._look_seconds))[0]:
                 await self._keep_log_short()
         finally:
-            # Has no effect unless this wait was cancelled.
+            # No effect unless this wait was cancelled.
             ended.cancel()
         self.returncode = ended.result()
         self._ended_at = time.monotonic()
@@ -209,9 +208,9 @@ class ManagedProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     async def _keep_log_short(self) -> None:
-        # On a full disk the log stays as it is.
+        # On a full disk, the log stays as it is.
         with contextlib.suppress(OSError):
-            if await asyncio.to_thread(move_to_predecessor, self.log, self._most_log_bytes):
+            if await asyncio.to_thread(move_to_predecessor, self.log, self._max_log_bytes):
                 self._log_start = 0
 
     def became_ready(self) -> None:
@@ -225,8 +224,8 @@ class ManagedProcess:
         self._become("restarting")
 
     def leaves(self) -> None:
-        """It ends when its requests have ended: it was told so."""
-        self.told_to_stop.set()
+        """The process was told to end after its requests."""
+        self.stop_requested.set()
         if self.is_running:
             self._become("stopping")
 
@@ -237,7 +236,7 @@ class ManagedProcess:
                 self._process.terminate()
 
     def kill(self) -> None:
-        """Kill the process now, or cancel its next start."""
+        """Kills the process now, or cancels its next start."""
         if self.state == "restarting":
             self._become("exited")
         if self.is_running:
@@ -256,7 +255,7 @@ class ManagedProcess:
         return f"exit code {self.returncode}"
 
     def last_lines(self, count: int) -> list[str]:
-        """The last `count` lines since its last start that are not empty, without colours."""
+        """The last `count` nonempty lines since its last start, without colours."""
         try:
             with self.log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
@@ -280,11 +279,9 @@ class ManagedProcess:
 
 
 async def kill_all_marked(variable: str, mark: str, seconds: float) -> list[int]:
-    """Kill all processes with `mark`, and those that they start meanwhile. Returns the pids that SIGKILL has not ended
-    in `seconds`.
-    """
+    """Kills all processes with `mark`, also new ones. Returns the pids that SIGKILL has not ended within `seconds`."""
     deadline = time.monotonic() + seconds
-    # The end of another process's child is no event.
+    # The end of another process's child sends no event.
     while (left := await asyncio.to_thread(kill_marked, mark, variable)) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(_SWEEP_SECONDS)
     return left

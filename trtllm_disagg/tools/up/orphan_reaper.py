@@ -1,8 +1,8 @@
 """Kills the processes of a deployment when its `up` is gone, even after `kill -9` of `up`.
 
-Every process of a deployment, and all its descendants, inherit an environment variable with the deployment's mark, and
-one with the mark of that start of the process. The reaper is a tiny process beside `up`. When its parent is gone, it
-kills everything with the deployment's mark. It runs this file alone, so only the standard library is imported here.
+Every process inherits a variable with the deployment's mark, and one with the mark of its own start. The reaper, a tiny
+process beside `up`, kills all processes with the deployment's mark when its parent is gone. It runs this file alone, so
+this file imports only the standard library.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MARK_VARIABLE = "TRTLLM_DISAGG_DEPLOYMENT"
 PROCESS_VARIABLE = "TRTLLM_DISAGG_PROCESS"
 POLL_SECONDS = 0.1
 SWEEP_SECONDS = 0.05
-# One sweep without a process is not enough: a process may just be between fork and exec.
+# Several empty sweeps, since a process may be between fork and exec.
 CLEAN_SWEEPS = 4
-#: A process that SIGKILL does not end in this time waits for a device, perhaps for ever.
-MOST_SECONDS = 60.0
+#: A process that survives SIGKILL this long waits for a device, perhaps forever.
+MAX_SECONDS = 60.0
 
 
 def start_reaper(mark: str, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the reaper of this process, with the variables of `environ`; `stop_reaper` ends it."""
+    """Starts this process's reaper with the variables of `environ`; `stop_reaper` ends it."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", __file__, mark, str(os.getpid())],
         env={name: environ[name] for name in environ if name not in (MARK_VARIABLE, PROCESS_VARIABLE)},
@@ -50,7 +50,7 @@ def marked_processes(mark: str, variable: str = MARK_VARIABLE) -> list[int]:
 
 
 def kill_marked(mark: str, variable: str = MARK_VARIABLE) -> list[int]:
-    """Kill all processes with `mark` by SIGKILL, and return their pids."""
+    """Kills all processes with `mark`, and returns their pids."""
     pids = marked_processes(mark, variable)
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -70,7 +70,7 @@ def _watch(mark: str, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
-    clean, deadline = 0, time.monotonic() + MOST_SECONDS
+    clean, deadline = 0, time.monotonic() + MAX_SECONDS
     while clean < CLEAN_SWEEPS and time.monotonic() < deadline:
         clean = 0 if kill_marked(mark) else clean + 1
         time.sleep(SWEEP_SECONDS)

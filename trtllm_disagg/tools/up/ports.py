@@ -1,8 +1,7 @@
-"""Ports for the processes of a deployment. Two deployments on one machine never pick the same ports.
+"""Picks ports for the processes of a deployment. Two deployments on one machine never pick the same ports.
 
-A port that is free when it is picked may be in use before its process listens on it. So a process that picks ports
-keeps a socket bound to each, without listening: as all servers set SO_REUSEADDR, the one that gets the port can listen
-on it, and nothing that picks ports as here can bind it.
+A picked port could be taken before its process listens. So the picking process keeps a bound socket on each, without
+listening: servers set SO_REUSEADDR, so the intended one can still listen, but no other picker can bind it.
 """
 
 from __future__ import annotations
@@ -16,41 +15,38 @@ from collections.abc import Sequence
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.up.plan import LOOPBACK, PortInUseError
 
-# Dynamo reads DYN_SYSTEM_PORT as a signed 16 bit number. The kernel takes ephemeral ports from above these.
+# Dynamo reads DYN_SYSTEM_PORT as a signed 16 bit number; ephemeral ports lie above these.
 SYSTEM_PORTS = range(20000, 32768)
 
 
 class OwnPorts:
-    """Gives out each port of `among` at most once, to this object or to one in another process, while both exist."""
+    """Gives out each port of `among` at most once, also across processes, while the objects exist."""
 
     def __init__(self, among: Sequence[int] = SYSTEM_PORTS) -> None:
         self._among = among
-        # From a random one on: others begin elsewhere, and most of these are neighbours.
+        # Starts at a random port, so that pickers rarely collide.
         first = random.randrange(len(among))
         self._left = [*among[first:], *among[:first]][::-1]
-        #: Descriptors of sockets.
         self._held: list[int] = []
         self._one_at_a_time = threading.Lock()
 
     def take(self, count: int, host: str) -> list[int]:
-        """Ports on which a process can listen at `host` now. Raises PortInUseError when there are too few."""
-        taken: list[int] = []
+        """Ports on which a process can listen at `host` now. Raises PortInUseError if too few."""
+        found: list[int] = []
         with self._one_at_a_time:
-            while len(taken) < count:
+            while len(found) < count:
                 if not self._left:
-                    raise PortInUseError(
-                        f"{count} free ports are needed in {self._among}, {len(taken)} were found"
-                    )
+                    raise PortInUseError(f"found {len(found)} free ports in {self._among}, need {count}")
                 if self._hold(host, port := self._left.pop()):
-                    taken.append(port)
-        return taken
+                    found.append(port)
+        return found
 
     def close(self) -> None:
         for held in self._held:
             os.close(held)
 
     def _hold(self, host: str, port: int) -> bool:
-        """Whether this object holds the port now, and nothing else does or listens there."""
+        """Whether this object could bind the port, and no process listens there."""
         held = socket.socket(_family(host))
         try:
             held.bind((host, port))
@@ -66,17 +62,17 @@ _OWN_PORTS = OwnPorts()
 
 
 def free_system_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """Distinct ports, mainly for the workers' health and metrics, held until this process ends."""
+    """Distinct ports, for workers' health and metrics, held until this process ends."""
     return _OWN_PORTS.take(count, host)
 
 
 def free_http_port(host: str, port: int) -> int:
-    """`port` itself, or any free one when it is 0. Raises ConfigError for a host that has no address, PortInUseError
-    when `port` is in use.
+    """`port`, or any free one if it is 0. Raises ConfigError for a host without an address, PortInUseError for a used
+    port.
     """
     try:
         socket.getaddrinfo(host, port)
-    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: no name can be like that
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: impossible as a name
         allowed = f"an address or a name of this machine ({error})"
         raise ConfigError.bad_value("--http-host", host, allowed) from None
     try:
@@ -97,7 +93,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    # create_server sets SO_REUSEADDR: connections of a previous run in TIME_WAIT do not count as use.
+    # create_server sets SO_REUSEADDR, so TIME_WAIT connections of a previous run do not block the port.
     return socket.create_server((host, port), family=_family(host))
 
 

@@ -1,62 +1,69 @@
-"""What the workers of a deployment do next: `reconcile` compares what is wanted with what is seen.
+"""Decides what the workers do next: `reconcile` compares the wish with what a look has seen.
 
-Pure: no process, no clock, no order of events. `up` and the commands for a fleet call it after each look, and carry out
-the steps that it returns; a command that was cut, a worker that comes late in an old revision or an old role, and a
-death in the middle are only another thing that is seen.
-
-On the way to what is wanted
-- a first stage stops, flips or becomes a second stage only while another one of its revision answers, unless none is
-  wanted in the end, or the operator forces it;
-- workers of an old revision stop only while the current one answers, the first stage before the second.
+Pure: no process, clock or history. `up` and fleet commands call it after each look and take its steps, so interrupted
+commands, late workers of an old revision or role, and deaths need no special case. On the way to the wish
+- a first stage stops, flips or becomes a second stage only while another of its revision answers, unless the wish has
+  none, or the operator forces it;
+- old workers stop only while the new revision answers, the first stage before the second.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from typing import Any
 
-from trtllm_disagg.admin.commands import Description
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import require_switchable, spec_of, switchable
+from trtllm_disagg.tools.up.commands import Description
 
 
 class Phase(StrEnum):
-    """What a worker does, as far as a deployment's next step depends on it."""
+    """A worker's phase, as far as the next step depends on it."""
 
     STARTING = "starting"
     SERVING = "serving"
-    #: It finishes its requests, to end or to flip.
+    #: Finishes its requests, to end or to flip.
     LEAVING = "leaving"
-    #: It died, and starts again after a delay.
+    #: Died, and starts again after a delay.
     WAITING = "waiting for its next start"
-    #: It died too often, and starts no more by itself. It keeps its place until the wish changes.
+    #: Died too often. Keeps its place until the wish changes.
     GIVEN_UP = "given up"
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One worker at one look."""
+    """A worker at one look."""
 
     name: str
     role: str
     phase: Phase
     strategy: str = ""
     revision: str = ""
-    #: The role that it flips to.
+    #: Role that it flips to.
     becomes: str = ""
-    #: Frontends may send it requests: it has told them.
+    #: Frontends know it and may send requests.
     is_registered: bool = False
-    #: The frontend does send it requests; of a revision that is on its way: it has answered one.
+    #: The frontend sends it requests; in a new revision, it has answered one.
     answers: bool = False
-    #: Requests of frontends that it answers now.
+    #: Running requests from frontends.
     requests: int = 0
-    #: Why it cannot serve: it died before it was ever ready, or the frontend gets no answer from it.
+    #: Why it cannot serve: it died before it was ready, or does not answer the frontend.
     fault: str = ""
-    #: A command to it is on its way.
+    #: A command to it is in progress.
     is_busy: bool = False
+    #: Thresholds that it still needs.
+    lacks: Mapping[str, Any] = field(default_factory=dict)
+    #: Its description and id; None in a version without one.
+    instance: str = ""
+    description: Description | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.role} {self.instance or self.name}"
 
     @property
     def takes_requests(self) -> bool:
@@ -64,39 +71,41 @@ class Seen:
 
     @property
     def is_first(self) -> bool:
-        """A first stage that answers."""
+        """It is a first stage and answers."""
         return self.phase is Phase.SERVING and self.takes_requests and self.answers
 
     @property
     def lasts(self) -> bool:
-        """It is there in the end, unless a step stops it."""
+        """It stays, unless a step stops it."""
         return self.phase is not Phase.LEAVING or bool(self.becomes)
 
 
 def takes_requests(role: str, strategy: str) -> bool:
-    """Whether clients get their answers from that role; under `router` the frontend calls both."""
+    """Whether clients get answers from this role; under `router`, the frontend calls both."""
     return role == Role.AGG or (bool(strategy) and role == (spec_of(strategy).entry_role or Role.DECODE))
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The wish. Commands replace it, and nothing else does but `Adopt` and `Withdraw`."""
+    """The wish. Only commands, `Adopt` and `Withdraw` replace it."""
 
     strategy: str
-    #: The current revision.
+    #: Current revision.
     revision: str = ""
-    #: Number of workers by role; empty: as many as there are, where another program starts and stops them.
+    #: Role -> number of workers; empty: another program starts and stops them.
     workers: Mapping[str, int] = field(default_factory=dict)
-    #: Worker -> its role, for workers that a wish has flip.
+    #: Worker -> role, for flipped workers.
     roles: Mapping[str, str] = field(default_factory=dict)
-    #: Workers that flip even as the last one of their role.
+    #: Workers that flip even as the last of their role.
     forced: frozenset[str] = frozenset()
-    #: The revision that takes the place of the current one as soon as it answers.
+    #: Revision that replaces the current one as soon as it answers.
     following: str | None = None
-    #: Its workers come one by one, each in the place (on the GPUs) of one that has stopped.
+    #: Its workers come one by one, each in the place (GPUs) of a stopped one.
     in_place: bool = False
-    #: Of the workers that a new revision replaces; None: their own.
+    #: Drain of replaced workers; None: their own.
     drain_seconds: float | None = None
+    #: Thresholds set since the start.
+    thresholds: Mapping[str, Any] = field(default_factory=dict)
 
     def role_of(self, worker: Seen) -> str:
         return self.roles.get(worker.name) or worker.becomes or worker.role
@@ -106,8 +115,8 @@ class Wanted:
         return (self.revision,) if self.following is None else (self.revision, self.following)
 
 
-def taken_back(now: Wanted, before: Wanted, after: Wanted) -> Wanted:
-    """`now` without what changed from `before` to `after`; what has changed since then stays."""
+def reverted(now: Wanted, before: Wanted, after: Wanted) -> Wanted:
+    """`now` without the change from `before` to `after`; later changes stay."""
     single = {
         each.name: getattr(before, each.name)
         for each in fields(Wanted)
@@ -132,7 +141,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The worker finishes its requests, for `drain_seconds` at most (None: its own limit), and ends."""
+    """The worker finishes its requests within `drain_seconds` (None: its own limit), and ends."""
 
     name: str
     drain_seconds: float | None = None
@@ -152,85 +161,91 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True)
+class Set:
+    name: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Adopt:
-    """The revision that followed is the current one from now on."""
+    """The new revision becomes the current one."""
 
     revision: str
 
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """The revision that followed does not come; the current one stays."""
+    """The new revision is given up; the current one stays."""
 
     revision: str
     why: str
 
 
-Step = Start | Stop | Flip | Switch | Adopt | Withdraw
+#: Steps of a worker that is there.
+WorkerStep = Stop | Flip | Switch | Set
+Step = Start | WorkerStep | Adopt | Withdraw
 
 
 def reconcile(wanted: Wanted, seen: Sequence[Seen]) -> list[Step]:
-    """The steps that can be taken now, all of them at once. Empty: nothing is to be done before the next look.
-
-    The caller sees a worker that it starts or stops as STARTING or LEAVING from then on, and one with a command on its
-    way as busy.
+    """All steps that can be taken now; empty: wait for the next look. The caller must see started and stopped workers
+    as STARTING and LEAVING, and workers with a command in progress as busy.
     """
     view = _View(wanted, seen)
     if change := view.revision_changes():
         return [change]
-    steps: list[Step] = [*view.flips()]
-    for revision in wanted.revisions:
-        steps += view.switches(revision)
-    steps += view.numbers()
-    steps += view.following()
-    steps += view.old_revisions()
-    moved = [step.name for step in steps if isinstance(step, Stop | Flip | Switch)]
-    assert len(moved) == len({*moved}), "one step a worker"
+    steps = list[Step]()
+    for step in view.steps():
+        steps.append(step)
+        if isinstance(step, WorkerStep):
+            assert step.name not in view.moving, "one step per worker"
+            view.moving.add(step.name)
     return steps
 
 
-def check_switch(to: str, now: str, workers: Sequence[Description]) -> None:
-    """Raises ConfigError, which names what is allowed, when workers of the strategy `now` cannot run `to`."""
+def check_switch(to: str, now: str, seen: Iterable[Seen]) -> None:
+    """Raises ConfigError, with the alternatives, if workers under `now` cannot run `to`."""
     require_switchable(to)
+    workers = [each.description for each in seen if each.description is not None]
     roles = Counter(each.role for each in workers)
     there = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "none"
     if now not in switchable() or roles[Role.AGG]:
-        raise ConfigError.bad_value(
-            "--to",
-            to,
-            f"no switch of a deployment of {there} under {now}: its frontend treats them otherwise; start another "
-            "deployment",
-        )
+        allowed = f"no switch of a deployment of {there} under {now}: its frontend treats them differently"
+        raise ConfigError.bad_value("--to", to, f"{allowed}; start another deployment")
     if missing := [role for role in (Role.PREFILL, Role.DECODE) if not roles[role] and workers]:
         raise ConfigError(
-            f"there is no {' and no '.join(missing)} worker, and --to {to} needs both roles (there are: {there}); "
+            f"--to {to} needs both roles, but there is no {' and no '.join(missing)} worker (there are: {there}); "
             "switch when one is ready at the usual endpoint of the namespace, not at one of its own by --endpoint or "
             "--next-endpoint"
         )
     for each in workers:
         if each.fixed_by:
-            name = each.process or each.role
-            raise ConfigError.bad_value(
-                "--to",
-                to,
-                f"no switch: {name} was started with {' and '.join(each.fixed_by)}; only workers at the usual "
-                "endpoints can be switched",
-            )
+            allowed = f"no switch: {each.process or each.role} was started with {' and '.join(each.fixed_by)}"
+            usual = "only workers at the usual endpoints can be switched"
+            raise ConfigError.bad_value("--to", to, f"{allowed}; {usual}")
     models = sorted({each.model for each in workers})
     if len(models) > 1:
-        raise ConfigError.bad_value(
-            "--namespace", ", ".join(models), "the namespace of one model; there are several in this one"
-        )
+        allowed = "the namespace of one model; there are several in this one"
+        raise ConfigError.bad_value("--namespace", ", ".join(models), allowed)
 
 
 class _View:
-    """One look at the workers, beside what is wanted."""
+    """One look at the workers, and the wish."""
 
     def __init__(self, wanted: Wanted, seen: Sequence[Seen]) -> None:
         self._wanted = wanted
         self._seen = seen
-        #: Workers with a step in this round: another rule leaves them alone.
-        self._moving: set[str] = set()
+        #: Workers with a step in this round, which the rules after it skip.
+        self.moving: set[str] = set()
+
+    def steps(self) -> Iterator[Step]:
+        """Each step must be in `moving` before the next one is asked for."""
+        yield from self.settings()
+        yield from self.flips()
+        for revision in self._wanted.revisions:
+            yield from self.switches(revision)
+        yield from self.numbers()
+        yield from self.following()
+        yield from self.old_revisions()
 
     def of(self, revision: str, role: str | None = None) -> list[Seen]:
         """The workers that last, in their wanted role, the oldest first."""
@@ -240,10 +255,14 @@ class _View:
             if each.revision == revision and each.lasts and role in (None, self._wanted.role_of(each))
         ]
 
+    def _is_able(self, worker: Seen) -> bool:
+        """It serves, without another step or a command in progress."""
+        return worker.phase is Phase.SERVING and not worker.is_busy and worker.name not in self.moving
+
     def _can_spare(self, worker: Seen) -> bool:
-        """Whether requests find another first stage of its revision without this worker and those that move."""
+        """Whether its revision has another first stage besides this worker and those that move."""
         return not worker.is_first or any(
-            each.is_first and each.name != worker.name and each.name not in self._moving
+            each.is_first and each.name != worker.name and each.name not in self.moving
             for each in self._seen
             if each.revision == worker.revision and self._wanted.role_of(each) == each.role
         )
@@ -255,14 +274,11 @@ class _View:
         for each in self._seen:
             to = wanted.role_of(each)
             is_forced = each.name in wanted.forced
-            if each.phase is not Phase.SERVING or each.is_busy or to == each.role:
-                continue
-            if is_forced or self._can_spare(each):
-                self._moving.add(each.name)
+            if self._is_able(each) and to != each.role and (is_forced or self._can_spare(each)):
                 yield Flip(each.name, to, is_forced)
 
     def switches(self, revision: str) -> Iterator[Switch]:
-        """First the new first stage, and when the frontend sends it requests the others."""
+        """Switches the new first stage, and when the frontend sends it requests, the others."""
         to = self._wanted.strategy
         if to not in switchable():
             return
@@ -270,7 +286,7 @@ class _View:
         there = [
             each
             for each in self.of(revision)
-            if each.phase is Phase.SERVING and each.strategy in switchable() and each.name not in self._moving
+            if each.phase is Phase.SERVING and each.strategy in switchable() and each.name not in self.moving
         ]
         first = [each for each in there if each.role == entry]
         late = [each for each in first if (each.strategy, each.is_registered) != (to, True)]
@@ -279,38 +295,40 @@ class _View:
             late = [each for each in second if (each.strategy, each.is_registered) != (to, False)]
         for each in late:
             if not each.is_busy:
-                self._moving.add(each.name)
                 yield Switch(each.name, to)
+
+    def settings(self) -> Iterator[Set]:
+        for each in self._seen:
+            if each.lacks and self._is_able(each) and each.revision in self._wanted.revisions:
+                yield Set(each.name, each.lacks)
 
     # -- numbers
 
     def numbers(self) -> Iterator[Start | Stop]:
-        """The current revision gets as many workers as are wanted: new ones come first, then others leave."""
+        """Brings the current revision to the wanted numbers: starts first, then stops."""
         wanted = self._wanted
         alive = {role: self.of(wanted.revision, role) for role in wanted.workers}
         missing = {role: count - len(alive[role]) for role, count in wanted.workers.items()}
         if any(count > 0 for count in missing.values()):
-            # The revision that follows takes the free places.
-            for role, count in missing.items() if not self._rolls_in_place else ():
+            # The new revision takes the free places.
+            is_in_place = wanted.in_place and wanted.following is not None
+            for role, count in missing.items() if not is_in_place else ():
                 yield from (Start(role, wanted.revision) for _ in range(count))
             return
         is_starting = any(each.phase is Phase.STARTING for each in self.of(wanted.revision))
         for role, count in wanted.workers.items():
-            # Those that do not serve leave first, then the youngest.
+            # Idle ones first, then the youngest.
             by_worth = sorted(alive[role], key=lambda each: each.phase is not Phase.SERVING)
             has_come = not any(each.phase in (Phase.STARTING, Phase.WAITING) for each in by_worth[:count])
             for each in reversed(by_worth[count:]):
-                if each.phase is not Phase.SERVING or (has_come and not is_starting and self._may_stop(each)):
-                    self._moving.add(each.name)
+                may_stop = has_come and not is_starting and self._is_able(each) and self._can_spare(each)
+                if each.phase is not Phase.SERVING or may_stop:
                     yield Stop(each.name)
-
-    def _may_stop(self, worker: Seen) -> bool:
-        return worker.name not in self._moving and not worker.is_busy and self._can_spare(worker)
 
     # -- revisions
 
     def revision_changes(self) -> Adopt | Withdraw | None:
-        """The wish itself changes when the new revision has come, or cannot come."""
+        """Changes the wish when the new revision has arrived or failed."""
         wanted = self._wanted
         if wanted.following is None:
             return None
@@ -324,12 +342,8 @@ class _View:
         answers = bool(firsts) and all(each.is_first for each in firsts)
         return Adopt(wanted.following) if has_come and answers else None
 
-    @property
-    def _rolls_in_place(self) -> bool:
-        return self._wanted.in_place and self._wanted.following is not None
-
     def following(self) -> Iterator[Start | Stop]:
-        """Workers of the revision that follows: the second stage first, so that a first stage finds its pair."""
+        """Starts the new revision: second stages first, so that first stages find a pair."""
         wanted = self._wanted
         if wanted.following is None:
             return
@@ -343,8 +357,8 @@ class _View:
                 return
 
     def _swap(self, following: str) -> Iterator[Start | Stop]:
-        """One worker at a time, in turns of the roles, so that pairs form within the revision: an old one stops, and
-        when its place is free a new one starts there.
+        """Replaces one worker at a time, alternating roles so that pairs form: stops an old one, then starts one in its
+        place.
         """
         wanted, new = self._wanted, self.of(following)
         if any(
@@ -360,8 +374,7 @@ class _View:
             yield Start(role, following)
         elif old and all(each.lasts and not each.is_busy for each in old):
             worst = min(old, key=lambda each: each.phase is Phase.SERVING)
-            if worst.name not in self._moving:
-                self._moving.add(worst.name)
+            if worst.name not in self.moving:
                 yield Stop(worst.name, wanted.drain_seconds)
 
     def _second_stage_first(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The run directory, of one user only: logs, the discovery store, the deployment's key, `processes.json` for tools."""
+"""The run directory, private to its user: logs, discovery store, the deployment's key, and `processes.json`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,21 @@ from pathlib import Path
 import msgspec
 
 from trtllm_disagg.admin.keys import KEY_FILE, AdminKey
+from trtllm_disagg.common.machine import birth
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.up.brokers import STORE_DIR
 from trtllm_disagg.tools.up.plan import DISCOVERY_DIR, RunDirInUseError
 from trtllm_disagg.tracing.trace_file import TRACES_DIR
 
 PROCESSES_FILE = "processes.json"
-#: Locked by a command that changes the deployment. The directory itself is locked by its `up`: systemd-tmpfiles removes
-#: what is old from /tmp, but nothing of a directory with a lock (tmpfiles.d(5)).
-CHANGE_LOCK = "change.lock"
-#: The size of a full log. Frontend and workers write one or two kilobytes for each request.
-MOST_LOG_BYTES = 64 << 20
-#: Between two looks at the discovery store.
+#: Max size of a log. Frontend and workers write 1 to 2 KB per request.
+MAX_LOG_BYTES = 64 << 20
+#: Time between two looks at the discovery store.
 _LOOK_SECONDS = 1.0
 
 
 class ProcessRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One entry of `processes.json`. `born` distinguishes a process from a later one with the same pid."""
+    """An entry of `processes.json`. `born` tells a process from a later one with its pid."""
 
     name: str
     role: str
@@ -48,16 +45,16 @@ class ProcessRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @dataclass(frozen=True)
 class RunDir:
     path: Path
-    #: Has the lock of `claim`, which the end of the process releases, too.
+    #: Holds the lock of `claim` until the process ends.
     _held: ExitStack = field(default_factory=ExitStack, repr=False, compare=False)
 
     @classmethod
     def claim(cls, path: Path, note: Callable[[str], None] = lambda text: None) -> RunDir:
-        """Prepare `path` for a new deployment: empty process list and discovery store, and a new key. `note` is called
-        when the directory was open to other users before. It is this process's until `release`.
+        """Prepares `path` for a new deployment: empty process list and discovery store, and a new key. Calls `note` if
+        other users could open the directory. This process owns it until `release`.
 
-        Raises ConfigError for the directory of a running deployment or of another user, for one with other files that
-        is open to other users, and for one with files of others where those of a deployment would be.
+        Raises ConfigError for the directory of a running deployment or another user, and for one with foreign files
+        that is open to others or where a deployment's files would be.
         """
         run_dir = cls(path.absolute())
         if os.path.isdir(run_dir.path):
@@ -70,30 +67,30 @@ class RunDir:
             run_dir._clear()
         except OSError as error:
             run_dir.release()
-            allowed = f"a directory that can be made and written to ({error.strerror})"
-            raise ConfigError.bad_value("--run-dir", str(path), allowed) from error
+            raise _wrong(path, f"a directory that can be made and written to ({error.strerror})") from error
         except ConfigError:
             run_dir.release()
             raise
         return run_dir
 
     def release(self) -> None:
-        """Another deployment may use the directory."""
+        """Lets another deployment use the directory."""
         self._held.close()
 
     def _lock(self) -> None:
+        """Also keeps systemd-tmpfiles from cleaning a directory in /tmp (tmpfiles.d(5))."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         self._held.callback(os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._refuse_if_alive()
-            raise self._in_use("another `up` starts or stops there") from None
+            raise self._in_use("another `up` is starting or stopping there") from None
         except OSError:
             pass  # a file system without locks
 
     def _clear(self) -> None:
-        # The list comes first: from then on `claim` knows the other files as those of a deployment.
+        # The list comes first: with it, `claim` recognises the other files.
         self.write([])
         shutil.rmtree(self.discovery, ignore_errors=True)
         self.discovery.mkdir()
@@ -101,15 +98,13 @@ class RunDir:
         shutil.rmtree(self.path / TRACES_DIR, ignore_errors=True)
         (self.path / TRACES_DIR).mkdir()
         AdminKey.create(self.path / KEY_FILE)
-        (self.path / CHANGE_LOCK).touch(0o600)
 
     def _refuse_files_of_others(self) -> None:
         names = (DISCOVERY_DIR, STORE_DIR, TRACES_DIR, KEY_FILE)
         found = [name for name in names if (self.path / name).exists()]
         if found and not self.processes_file.exists():
-            raise ConfigError.bad_value(
-                "--run-dir",
-                str(self.path),
+            raise _wrong(
+                self.path,
                 f"a directory that is new, empty, or of an earlier `up`; this one has no {PROCESSES_FILE}, and `up` "
                 f"would replace {', '.join(found)} there",
             )
@@ -117,20 +112,14 @@ class RunDir:
     def _close_to_others(self, note: Callable[[str], None]) -> None:
         status = self.path.stat()
         if status.st_uid != os.geteuid():
-            raise ConfigError.bad_value(
-                "--run-dir", str(self.path), f"a directory of this user; it belongs to uid {status.st_uid}"
-            )
+            raise _wrong(self.path, f"a directory of this user; it belongs to uid {status.st_uid}")
         mode = stat.S_IMODE(status.st_mode)
         if not mode & 0o077:
             return
-        # Other users may need other files in a directory, so only a run directory is closed.
+        # Only a run directory is closed: other users may need a directory with other files.
         if any(self.path.iterdir()) and not self.processes_file.exists():
-            raise ConfigError.bad_value(
-                "--run-dir",
-                str(self.path),
-                f"a directory that is new, empty, or closed to other users; this one has mode {mode:o} "
-                f"(chmod 700 {self.path})",
-            )
+            allowed = f"a directory that is new, empty, or closed to other users; this one has mode {mode:o}"
+            raise _wrong(self.path, f"{allowed} (chmod 700 {self.path})")
         self.path.chmod(0o700)
         note(f"{self.path} was open to other users (mode {mode:o}); now it has mode 700")
 
@@ -139,16 +128,16 @@ class RunDir:
         return self.path / DISCOVERY_DIR
 
     def discovery_in_sight(self) -> Callable[[], Coroutine[None, None, None]]:
-        """A function that waits, until `release`, for the discovery store of now to be removed or moved, also with
-        another one in its place. Raises FileNotFoundError.
+        """Returns a function that waits, until `release`, for the discovery store to be removed, moved or replaced.
+        Raises FileNotFoundError.
         """
-        # While it is open no other directory can get its inode number.
+        # While it is open, no other directory gets its inode number.
         descriptor = os.open(self.discovery, os.O_PATH | os.O_DIRECTORY)
         self._held.callback(os.close, descriptor)
 
         async def until_lost() -> None:
             with suppress(FileNotFoundError, NotADirectoryError):
-                # Also where inotify has no instance left.
+                # Works even when inotify has no instance left.
                 while os.path.samestat(os.stat(self.discovery), os.fstat(descriptor)):  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_SECONDS)
 
@@ -162,10 +151,7 @@ class RunDir:
         return self.path / f"{name}.log"
 
     def write(self, records: Iterable[ProcessRecord]) -> None:
-        """Replace `processes.json` atomically, so that a reader never sees half of it."""
-        draft = self.processes_file.with_suffix(".json.new")
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(list(records)), indent=1) + b"\n")
-        draft.replace(self.processes_file)
+        replace_json(self.processes_file, list(records))
 
     def _refuse_if_alive(self) -> None:
         alive = [record for record in read_processes(self.path) if is_alive(record)]
@@ -174,21 +160,30 @@ class RunDir:
             raise self._in_use(f"still running there: {names}")
 
     def _in_use(self, why: str) -> ConfigError:
-        return RunDirInUseError.bad_value(
-            "--run-dir", str(self.path), f"a directory that no deployment uses; {why}"
-        )
+        return _wrong(self.path, f"a directory that no deployment uses; {why}", RunDirInUseError)
+
+
+def _wrong(run_dir: Path, allowed: str, error: type[ConfigError] = ConfigError) -> ConfigError:
+    return error.bad_value("--run-dir", str(run_dir), allowed)
+
+
+def replace_json(file: Path, content: object) -> None:
+    """Replaces the file atomically. Raises OSError."""
+    draft = file.with_suffix(".json.new")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    draft.replace(file)
 
 
 def read_processes(run_dir: Path) -> list[ProcessRecord]:
-    """The entries of `processes.json`; none without the file."""
+    """The entries of `processes.json`; empty without the file."""
     file = run_dir / PROCESSES_FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=list[ProcessRecord])
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise ConfigError.bad_value(
-            "--run-dir", str(run_dir), f"a directory with a {PROCESSES_FILE} that this tool wrote ({error})"
+        raise _wrong(
+            run_dir, f"a directory with a {PROCESSES_FILE} that this tool wrote ({error})"
         ) from error
 
 
@@ -196,33 +191,20 @@ def is_alive(record: ProcessRecord) -> bool:
     return record.born == birth(record.pid) != 0
 
 
-@contextmanager
-def one_change_at_a_time(run_dir: Path, waits: Callable[[], None]) -> Iterator[None]:
-    """A lock that lets only one command at a time change the workers of `run_dir`: the steps of two would mix. `waits`
-    is called when another command holds the lock. The end of a process releases it.
+def unlist(discovery: Path, instance: str) -> None:
+    """Removes a dead worker's instance (hexadecimal) and model cards from file discovery. Until its lease ended, a
+    frontend would otherwise keep choosing it, perhaps as the only one of its revision.
     """
-    try:
-        lock = os.open(run_dir / CHANGE_LOCK, os.O_RDWR)
-    except OSError:  # the block reports what is wrong with the directory
-        yield
-        return
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waits()
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
+    for file in discovery.glob(f"v1/*/*%2F{instance}"):
+        file.unlink(missing_ok=True)
 
 
-def move_to_predecessor(log: Path, most_bytes: int = MOST_LOG_BYTES) -> bool:
-    """Copies a full log to its predecessor `NAME.1` and empties it, so it stays short; returns whether it was full. The
-    writing process keeps the file open, so the file itself stays; it must have been opened for appending. A line that
-    is written between copying and emptying is lost. Raises OSError if the copy fails; `log` stays as it is then.
+def move_to_predecessor(log: Path, max_bytes: int = MAX_LOG_BYTES) -> bool:
+    """Copies a full log to `NAME.1` and empties it; returns whether it was full. The writer keeps the file open, so it
+    must append. A line written between copy and truncation is lost. Raises OSError if the copy fails, and leaves `log`
+    as it is.
     """
-    if log.stat().st_size < most_bytes:
+    if log.stat().st_size < max_bytes:
         return False
     with log.open("r+b") as full, _predecessor(log).open("wb") as old:
         shutil.copyfileobj(full, old, 1 << 20)
@@ -235,7 +217,7 @@ def forget_predecessor(log: Path) -> None:
 
 
 def halves(log: Path) -> list[Path]:
-    """The existing ones of predecessor and log, the older one first."""
+    """The existing predecessor and log, the older first."""
     return [half for half in (_predecessor(log), log) if half.is_file()]
 
 
@@ -245,7 +227,7 @@ def _predecessor(log: Path) -> Path:
 
 @dataclass(slots=True)
 class Scratch:
-    """A temporary directory. It is removed after a success, and kept with its logs after a failure."""
+    """A temporary directory, removed after a success and kept with its logs after a failure."""
 
     path: Path
     is_kept: bool = False
@@ -253,8 +235,8 @@ class Scratch:
 
 @contextmanager
 def scratch_directory(prefix: str) -> Iterator[Scratch]:
-    """A temporary directory for this user only. It is kept after a failure, for its logs, and named on stderr, but not
-    after a wrong setting (then no process was started).
+    """A private temporary directory. A failure keeps it for its logs and names it on stderr; a wrong setting does not,
+    as no process started.
     """
     scratch = Scratch(Path(tempfile.mkdtemp(prefix=prefix)))
     try:

@@ -1,5 +1,5 @@
-"""The output of `up` on stderr: a live table on a terminal, else one line for each change; and its reports of failures:
-a sentence with the cause, then the end of the log.
+"""Prints `up`'s progress to stderr, as a live table on a terminal, else line by line; and reports failures: a sentence
+with the cause, then the end of the log.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from trtllm_disagg.common.machine import INOTIFY_KEY
+from trtllm_disagg.common.reports import DRAINING
 from trtllm_disagg.errors import ERROR_PREFIX
-from trtllm_disagg.processes.machine import INOTIFY_KEY
-from trtllm_disagg.processes.reports import DRAINING
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import NO_WORKERS
 
@@ -32,37 +32,36 @@ COLOURS = {
 }
 REFRESHES_PER_SECOND = 2
 POLL_SECONDS = 0.5
-#: Without a terminal, a line is printed at least this often while a process starts or stops.
+#: Without a terminal, `up` prints at least this often while a process starts or stops.
 SILENCE_SECONDS = 10.0
-#: States that end without an action of `up`, so `up` waits for that.
-UNDER_WAY = ("starting", "stopping")
+#: States that end by themselves; `up` waits for that.
+CHANGING = ("starting", "stopping")
 LOG_LINES = 15
-#: Lines at the end of the log that are searched for the cause.
+#: Last lines of the log that are searched for the cause.
 SEARCHED_LINES = 400
 LAST_LINES = 5
-#: A longer cause is cut off; the log has it in full.
-MOST_CHARS = 600
-#: A longer line of the log is cut off.
+#: Max length of a cause; the log has it in full.
+MAX_CHARS = 600
+#: Max length of a log line in a report.
 LINE_CHARS = 240
-#: Dynamo's error when it may not watch another directory.
+#: Dynamo's error when it cannot watch another directory.
 NO_INOTIFY = "Too many open files (os error 24)"
-#: With less on its disk, a process cannot write what it has to.
+#: With less disk space, a process fails to write.
 LEAST_FREE_BYTES = 1 << 20
-#: What Dynamo logs of every start tells nothing of a death.
+#: Dynamo logs these at each start; they explain no death.
 LOGGED_INFO = re.compile(r"^\S+Z\s+INFO \S+: ")
-#: An error in Dynamo's log; the group is its message.
+#: An error in Dynamo's log; group 1: its message.
 LOGGED_ERROR = re.compile(r"^\S+Z\s+ERROR \S+: (.+)$")
-#: Dynamo's frontend has found workers of a model, and cannot serve it; the group is the reason.
+#: Dynamo's frontend cannot serve a model of its workers; group 1: the reason.
 UNSERVED = re.compile(r'Model materialization failed.* error="(.+)"$')
-#: The last line of a traceback.
 EXCEPTION = re.compile(r"^(?:[A-Za-z_][\w]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)\b.*$")
 
 
 class Status:
-    """Shows nothing; for callers that are programs."""
+    """Shows nothing; for programs."""
 
     def showing(self, processes: Sequence[ManagedProcess]) -> AbstractAsyncContextManager[None]:
-        """Show what each process does inside the block; the sequence may grow and shrink."""
+        """Shows the processes inside the block; the sequence may change."""
         return nullcontext()
 
     def changed(self, process: ManagedProcess) -> None:
@@ -73,7 +72,7 @@ class Status:
 
 
 class PlainStatus(Status):
-    """Prints one line for each change, for logs and pipes."""
+    """Prints a line per change, for logs and pipes."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
         self.stream = stream
@@ -92,8 +91,8 @@ class PlainStatus(Status):
 
     def changed(self, process: ManagedProcess) -> None:
         end = f" ({process.describe_end()})" if process.state == "exited" else ""
-        # A percentage that grows is not a change.
-        doing = process.activity.doing if process.state in UNDER_WAY else ""
+        # A growing percentage is not a change.
+        doing = process.activity.doing if process.state in CHANGING else ""
         line = f"{process.name} pid={process.pid} {process.state}{end}" + (f": {doing}" if doing else "")
         if self._shown.get(process.name) != line:
             self._shown[process.name] = line
@@ -104,12 +103,12 @@ class PlainStatus(Status):
         self._wrote = self._clock()
 
     def update(self, processes: Iterable[ManagedProcess]) -> None:
-        """Print what has changed since the last call, or, after a silence, which processes `up` waits for."""
-        under_way = [process for process in processes if process.state in UNDER_WAY]
-        for process in under_way:
+        """Prints changes since the last call, or, after a silence, which processes `up` waits for."""
+        changing = [process for process in processes if process.state in CHANGING]
+        for process in changing:
             self.changed(process)
-        if under_way and self._clock() - self._wrote >= SILENCE_SECONDS:
-            self._line(f"waiting for {_doings(under_way)}")
+        if changing and self._clock() - self._wrote >= SILENCE_SECONDS:
+            self._line(f"waiting for {_doings(changing)}")
 
     async def _follow(self, processes: Sequence[ManagedProcess]) -> None:
         while True:
@@ -121,10 +120,10 @@ class PlainStatus(Status):
 
 
 class TableStatus(Status):
-    """Shows a live table, with messages above it."""
+    """Shows a live table, and messages above it."""
 
     def __init__(self, stream: TextIO) -> None:
-        from trtllm_disagg.console import Console
+        from trtllm_disagg.common.console import Console
 
         self.console = Console(stream)
         self._began = time.monotonic()
@@ -147,8 +146,8 @@ class TableStatus(Status):
 
 
 class LossyStream:
-    """A stream whose text is lost when it cannot be written: the terminal is gone, the reader of a pipe has ended, or
-    the disk is full. The deployment serves on, and drains when it stops.
+    """Drops text that it cannot write, because the terminal or the pipe's reader is gone, or the disk is full. The
+    deployment keeps running, and drains when it stops.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -173,7 +172,7 @@ def status_for(stream: TextIO) -> Status:
 
 
 def what_it_does(process: ManagedProcess) -> str:
-    """A short description of what a process does, for users."""
+    """A process's activity in a few words, for users."""
     activity = process.activity
     match process.state:
         case "planned":
@@ -185,7 +184,7 @@ def what_it_does(process: ManagedProcess) -> str:
             return process.describe_end()
         case "starting" if process.role == "frontend":
             reason = unserved_because(process)
-            waits = "waits for a worker that registers the model"
+            waits = "waits for a worker to register the model"
             return waits if reason is None else f"cannot serve the model: {reason}"
         case "starting":
             return str(activity) or "starting"
@@ -195,7 +194,7 @@ def what_it_does(process: ManagedProcess) -> str:
 
 
 def age(seconds: float) -> str:
-    """As short as `kubectl get` has it."""
+    """A duration as short as in `kubectl get`."""
     for unit, sign in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= 2 * unit:
             return f"{seconds // unit:.0f}{sign}"
@@ -203,13 +202,13 @@ def age(seconds: float) -> str:
 
 
 def process_table(processes: Sequence[ManagedProcess], began: float) -> Table:
-    """`began`: the start of `up`, on the monotonic clock."""
+    """`began`: start of `up`, on the monotonic clock."""
     from rich.table import Table
     from rich.text import Text
 
     now = time.monotonic()
     table = Table(box=None, pad_edge=False, title=f"up for {now - began:.0f} s", title_justify="left")
-    # On a narrow terminal names and states stay whole; the last column is cut off.
+    # On a narrow terminal, only the last column is cut.
     for heading, least in (
         ("process", max((len(process.name) for process in processes), default=0)),
         ("pid", 0),
@@ -230,35 +229,35 @@ def process_table(processes: Sequence[ManagedProcess], began: float) -> Table:
 
 
 def cause_in(lines: Sequence[str]) -> str | None:
-    """The last error that a process printed before it ended: this package's, else Python's or Dynamo's."""
+    """The last error that a process printed: this package's, else Python's or Dynamo's."""
     for line in reversed(lines):
         if line.startswith(ERROR_PREFIX):
-            return _short(line.removeprefix(ERROR_PREFIX), MOST_CHARS)
-    # Dynamo also logs harmless errors; the one that ended the process is the last one.
+            return _short(line.removeprefix(ERROR_PREFIX), MAX_CHARS)
+    # The last error ended the process; earlier ones may be harmless.
     for line in reversed(lines[-LAST_LINES:]):
         if EXCEPTION.match(line):
-            return _short(line, MOST_CHARS)
+            return _short(line, MAX_CHARS)
         if logged := LOGGED_ERROR.match(line):
-            return _short(logged[1], MOST_CHARS)
+            return _short(logged[1], MAX_CHARS)
     return None
 
 
 def unserved_because(frontend: ManagedProcess) -> str | None:
-    """Why a frontend that has found workers does not serve their model: as a rule its tokenizer's files. Dynamo
-    tries again, which helps where a file was not there yet.
+    """Why a frontend does not serve its workers' model, usually because of tokenizer files. Dynamo retries, which helps
+    once a file appears.
     """
     found = (UNSERVED.search(line) for line in reversed(frontend.last_lines(SEARCHED_LINES)))
     return next((_short(each[1], LINE_CHARS) for each in found if each), None)
 
 
 def death_report(process: ManagedProcess, when: str) -> str:
-    """Which process died and why, in the first line; then the end of its log."""
-    # A process that was killed could not print the cause.
+    """Which process died and why, then the end of its log."""
+    # A killed process cannot print a cause.
     cause = None if process.was_killed else cause_in(process.last_lines(SEARCHED_LINES))
     end = process.describe_end()
     what = end if cause is None else f"{cause} ({end})"
     if any(NO_INOTIFY in line for line in process.last_lines(SEARCHED_LINES)):
-        what += f"; `{NO_INOTIFY}` is said of inotify instances, too: sudo sysctl {INOTIFY_KEY}=1024"
+        what += f"; `{NO_INOTIFY}` can also mean too few inotify instances: sudo sysctl {INOTIFY_KEY}=1024"
     with suppress(OSError):  # the run directory is gone, too
         if shutil.disk_usage(process.log.parent).free < LEAST_FREE_BYTES:
             what += f"; the disk of {process.log.parent} is full, so the log may be cut off"
@@ -274,23 +273,23 @@ def death_report(process: ManagedProcess, when: str) -> str:
 
 
 def continued(report: str, then: str) -> str:
-    """A report with what happens next added to its first line."""
-    first, *rest = report.split("\n")
-    return "\n".join([f"{first}; {then}", *rest])
+    """Adds what happens next to a report's first line."""
+    first, *others = report.split("\n")
+    return "\n".join([f"{first}; {then}", *others])
 
 
 def left_report(process: ManagedProcess, *, is_last: bool) -> str:
-    """Of a worker that something else than `up` has told to stop. `is_last`: none of its role is left."""
-    left = f"{process.name} was told to stop, though not by this `up`, and has left"
+    """A worker that another program stopped. `is_last`: none of its role is left."""
+    left = f"{process.name} has left: another program told it to stop"
     if not is_last or process.role in NO_WORKERS:
         return left
     return f"{left}; it was the last {process.role} worker: {_scale_command(process)} starts one"
 
 
 def given_up_report(process: ManagedProcess, report: str, failed_starts: int) -> str:
-    then = f"given up after {failed_starts} starts that failed"
+    then = f"given up after {failed_starts} failed starts"
     if process.role not in NO_WORKERS:
-        then += f"; mend the cause, then {_scale_command(process)}"
+        then += f"; fix the cause, then {_scale_command(process)}"
     return continued(report, then)
 
 
@@ -300,7 +299,7 @@ def _scale_command(process: ManagedProcess) -> str:
 
 def late_report(processes: Iterable[ManagedProcess], timeout: float) -> str:
     late = [process for process in processes if process.state != "ready"]
-    lines = [f"not ready after {timeout:g} s: {_doings(late)}; --startup-timeout allows for more"]
+    lines = [f"not ready after {timeout:g} s: {_doings(late)}; --startup-timeout sets the limit"]
     for process in late:
         last = process.last_lines(1) or ["(the log is empty)"]
         lines.append(f"  {process.name} (pid {process.pid}, {process.log}): {last[0]}")
@@ -311,6 +310,6 @@ def _doings(processes: Iterable[ManagedProcess]) -> str:
     return ", ".join(f"{process.name} ({what_it_does(process)})" for process in processes)
 
 
-def _short(text: str, most: int) -> str:
+def _short(text: str, max_chars: int) -> str:
     text = text.strip()
-    return text if len(text) <= most else text[: most - 3] + "..."
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."

@@ -1,5 +1,5 @@
-"""Starts, watches and stops the processes of a deployment. A process that died is started again, after a growing delay,
-until too many starts have failed.
+"""Starts, watches and stops the processes of a deployment. Restarts a dead process after a growing delay, until too
+many starts have failed.
 """
 
 from __future__ import annotations
@@ -14,19 +14,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from trtllm_disagg.common.interpreter import environment
 from trtllm_disagg.errors import ERROR_PREFIX
-from trtllm_disagg.processes.interpreter import environment
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.up.brokers import EventBroker
 from trtllm_disagg.tools.up.http import answers, is_ready, lacks_model
 from trtllm_disagg.tools.up.look import described
 from trtllm_disagg.tools.up.managed_process import ManagedProcess, kill_all_marked
-from trtllm_disagg.tools.up.orphan_reaper import (
-    MARK_VARIABLE,
-    PROCESS_VARIABLE,
-    start_reaper,
-    stop_reaper,
-)
+from trtllm_disagg.tools.up.orphan_reaper import MARK_VARIABLE, PROCESS_VARIABLE, start_reaper, stop_reaper
 from trtllm_disagg.tools.up.plan import (
     LOOPBACK,
     NO_WORKERS,
@@ -57,9 +52,8 @@ PROBE_SECONDS, ABANDON_SECONDS, FAIR_SECONDS = 0.1, 5.0, 3.0
 
 
 class Supervisor:
-    """Owns the processes from `load` to `kill`. The caller of `load` must call `kill` in every case.
-
-    Each process has one task, `_live`: no other code starts it, or waits for its end.
+    """Owns the processes from `load` to `kill`; the caller of `load` must call `kill`. One task per process, `_live`,
+    starts it and waits for its end.
     """
 
     def __init__(
@@ -71,8 +65,8 @@ class Supervisor:
         environ: Mapping[str, str] | None = None,
         kill_seconds: float = 5.0,
     ) -> None:
-        """`environ`: of all processes; None: that of now. `kill_seconds`: for SIGKILL to end a process. The kernel may
-        keep one for ever that waits for a device.
+        """`environ`: of all processes; None: this one's. `kill_seconds`: wait for SIGKILL, since a process may wait for
+        a device forever.
         """
         #: Of the current revision.
         self.config = config
@@ -86,29 +80,28 @@ class Supervisor:
         self._reaper: subprocess.Popen[bytes] | None = None
         self.processes = [self._process_of(spec) for spec in specs]
         self._lives: dict[ManagedProcess, asyncio.Task[None]] = {}
-        #: Of processes that have ended: what they left behind is killed.
+        #: Kills what ended processes left behind.
         self._sweeps: dict[ManagedProcess, asyncio.Task[None]] = {}
-        #: Why the deployment cannot go on.
+        #: Why the deployment cannot continue.
         self._failure = asyncio.get_running_loop().create_future()
-        #: Revision -> how its workers are started, beside the current one.
+        #: Revision -> configuration of its workers, besides the current one.
         self.other_configs: dict[str, DeploymentConfig] = {}
-        #: Set when a process has changed its state.
+        #: Set when a process changes its state.
         self.has_changed = asyncio.Event()
         self._is_loading = self._is_watched = False
-        #: `processes.json` is out of date because it could not be written.
+        #: `processes.json` is outdated, because writing failed.
         self._is_outdated = False
         self._stopping = False
         self._is_gone = False
-        #: Pids that SIGKILL has not ended.
+        #: Pids that survived SIGKILL.
         self._survivors: list[int] = []
 
     def _process_of(self, spec: ProcessSpec) -> ManagedProcess:
         return ManagedProcess(spec, self.run_dir.log(spec.name), backoff=self.config.backoff)
 
     async def load(self) -> None:
-        """Start all processes and wait until they can serve a request.
-
-        Raises DeploymentFailedError when one dies, or the startup timeout passes.
+        """Starts all processes and waits until they can serve a request. Raises DeploymentFailedError when one dies or
+        the startup timeout passes.
         """
         self._reaper = start_reaper(self._mark, self.environ)
         self._events.start()
@@ -131,8 +124,8 @@ class Supervisor:
         await asyncio.shield(self._failure)
 
     async def watch(self) -> None:
-        """Report processes that die, and start them again while the others serve on. Never returns. Raises
-        DeploymentFailedError when a frontend stays dead.
+        """Reports dead processes, and restarts them while the others serve. Never returns. Raises DeploymentFailedError
+        when a frontend stays dead.
         """
         self._is_watched = True
         looking = asyncio.create_task(self._report_lost_discovery())
@@ -142,17 +135,16 @@ class Supervisor:
             looking.cancel()
 
     async def _report_lost_discovery(self) -> None:
-        """Each process watches the discovery store that was there when it started, and hears of no other one."""
+        """Processes watch the discovery store of their start, and miss a new one."""
         await self._until_discovery_is_lost()
         self.report_error(
-            f"{self.run_dir.discovery} was removed or moved: frontend and workers lose each other, and requests fail; "
-            "stop this `up`, and start it again"
+            f"{self.run_dir.discovery} was removed or moved, so processes lose each other and requests fail; "
+            "restart `up`"
         )
 
     # -- one process
 
     def add(self, spec: ProcessSpec) -> ManagedProcess:
-        """Begin the life of one more process."""
         process = self._process_of(spec)
         self.processes.append(process)
         self._begin(process)
@@ -163,15 +155,13 @@ class Supervisor:
         life.add_done_callback(self.ends_with)
 
     def ends_with(self, task: asyncio.Task[None]) -> None:
-        """An error of this task, also one that no code expects, ends the deployment."""
+        """Ends the deployment on an error of this task, even an unexpected one."""
         if not task.cancelled() and (error := task.exception()) and not self._failure.done():
             self._failure.set_exception(error)
-            self._failure.exception()  # nothing may wait for it any more
+            self._failure.exception()  # perhaps nothing waits for it any more
 
     async def _live(self, process: ManagedProcess) -> None:
-        """All starts of a process, one after the other, until it is told to stop, leaves by itself, or is given up; and
-        until what it leaves behind is gone, too.
-        """
+        """Runs a process again and again until it is stopped, leaves or is given up, and its leftovers are gone."""
         try:
             await self._live_on(process)
         finally:
@@ -181,10 +171,11 @@ class Supervisor:
     async def _live_on(self, process: ManagedProcess) -> None:
         deaths = process.deaths
         report = await self._run(process)
-        while not (process.told_to_stop.is_set() or self._stopping):
+        while not (process.stop_requested.is_set() or self._stopping):
             if self._is_loading:
                 raise DeploymentFailedError(report)
-            if process.ended_well and process.ready_seconds is not None and process.role != "frontend":
+            is_optional = process.role not in ("frontend", "autoscale")
+            if process.ended_well and process.ready_seconds is not None and is_optional:
                 process.has_left = True
                 alike = (each for each in self.processes if each.role == process.role)
                 self.note(left_report(process, is_last=all(each.state == "exited" for each in alike)))
@@ -195,22 +186,22 @@ class Supervisor:
             if is_hopeless or not (self.config.restart and self._is_watched):
                 self._give_up(process, report, is_hopeless)
                 break
-            self.report_error(continued(report, f"it starts again in {deaths.delay:g} s"))
+            self.report_error(continued(report, f"restarting in {deaths.delay:g} s"))
             process.waits(deaths.delay)
             self.changed(process)
             with suppress(TimeoutError):
-                await asyncio.wait_for(process.told_to_stop.wait(), deaths.delay)
+                await asyncio.wait_for(process.stop_requested.wait(), deaths.delay)
                 break
             await self._swept(process)
             process.spec = self._spec_of_now(process)
             report = await self._run(process, died_at)
 
     def config_of(self, revision: str | None) -> DeploymentConfig:
-        """How the workers of a revision are started; None: what is no worker."""
+        """The configuration of a revision's workers; None: of other processes."""
         return self.other_configs.get(revision, self.config) if revision is not None else self.config
 
     def _spec_of_now(self, process: ManagedProcess) -> ProcessSpec:
-        """The process with the current settings of its revision, on its old port unless another program uses that."""
+        """The process with its revision's current settings, on its old port unless that is taken."""
         spec, config = process.spec, self.config_of(process.spec.revision)
         if spec.role not in NO_WORKERS and not all(is_free(LOOPBACK, port) for port in spec.ports.values()):
             (port,) = free_system_ports(1)
@@ -226,7 +217,7 @@ class Supervisor:
         self.report_error(f"{report}\nthe other processes serve on")
 
     async def _run(self, process: ManagedProcess, died_at: float | None = None) -> str:
-        """One run of a process. Returns the report of its end."""
+        """Runs a process once. Returns the report of its end."""
         try:
             mark = await self._start(process)
         except OSError as error:
@@ -237,7 +228,7 @@ class Supervisor:
         try:
             seconds = None if self._is_loading else self.config.startup_seconds
             await asyncio.wait((ended, becomes_ready), timeout=seconds, return_when=FIRST_COMPLETED)
-            if not (ended.done() or becomes_ready.done() or process.told_to_stop.is_set()):
+            if not (ended.done() or becomes_ready.done() or process.stop_requested.is_set()):
                 late = late_report([process], self.config.startup_seconds)
                 process.kill()
             if becomes_ready.done():
@@ -251,7 +242,7 @@ class Supervisor:
         return late or death_report(process, self._when(process))
 
     async def _sweep(self, process: ManagedProcess, mark: str) -> None:
-        """The ranks of mpiexec have sessions of their own, and would keep the GPUs from the next start."""
+        """Kills mpiexec's ranks, whose own sessions would keep the GPUs from the next start."""
         await kill_all_marked(PROCESS_VARIABLE, mark, self._kill_seconds)
         process.is_swept = True
 
@@ -265,7 +256,7 @@ class Supervisor:
         return "before the deployment was ready" if self._is_loading else "before it was ready"
 
     async def _start(self, process: ManagedProcess) -> str:
-        """Returns the mark of the process and of all that it starts."""
+        """Returns the mark of the process and its descendants."""
         mark = uuid.uuid4().hex
         inherited = {name: value for name, value in self.environ.items() if name not in PER_PROCESS_ENV}
         marks = {MARK_VARIABLE: self._mark, PROCESS_VARIABLE: mark}
@@ -285,32 +276,32 @@ class Supervisor:
     async def _is_ready(self, process: ManagedProcess) -> bool:
         if await is_ready(process.spec, self.config):
             return await self._has_entered(process) and not await self._is_unknown(process)
-        # A restarted frontend lists no model while no worker is there that registers one.
+        # A restarted frontend lists no model until a worker registers one.
         first_stage = spec_of(self.config.strategy).kv_routed_roles
         is_served = any(each.role in first_stage and each.state == "ready" for each in self.processes)
         return process.restarts > 0 and not is_served and await answers(process.spec, self.config)
 
     async def _has_entered(self, process: ManagedProcess) -> bool:
-        """A worker is healthy before it has registered, and before it has seen whether it may."""
+        """A worker is healthy before it has registered and checked whether it may."""
         if process.role in NO_WORKERS or process.spec.system_port is None:
             return True
         with suppress(OSError):
-            told = await described(process.spec.system_port)
-            return told is None or told.description.ready
+            answer = await described(process.spec.system_port)
+            return answer is None or answer.description.ready
         return False
 
     async def _is_unknown(self, process: ManagedProcess) -> bool:
-        """It is to be the only first stage, and a frontend that serves has not noticed it yet."""
+        """It is to be the only first stage, and a serving frontend has not noticed it yet."""
         if process.role != spec_of(self.config.strategy).entry_role:
             return False
         serving = [each for each in self.processes if each.role == "frontend" and each.state == "ready"]
         return any([await lacks_model(each.spec, self.config) for each in serving])
 
     async def remove(self, process: ManagedProcess, seconds: float | None = None) -> None:
-        """Wait until a worker that leaves (`process.leaves`), or is told to do so by SIGTERM now, has ended, for
-        `seconds` at most (None: as for a stop of all), and forget it.
+        """Stops a worker, by SIGTERM unless it leaves already, waits for its end for `seconds` at most (None:
+        `stop_seconds`), and forgets it.
         """
-        if not process.told_to_stop.is_set():
+        if not process.stop_requested.is_set():
             process.terminate()
         self.changed(process)
         await self._stopped(
@@ -320,7 +311,7 @@ class Supervisor:
 
     async def forget(self, process: ManagedProcess) -> None:
         await self._until_killed([process])
-        if not process.is_running and process in self.processes:  # else it still has its ports and GPUs
+        if not process.is_running and process in self.processes:  # otherwise it still has its ports and GPUs
             self._lives.pop(process, None)
             self.processes.remove(process)
         self._write()
@@ -328,23 +319,23 @@ class Supervisor:
     # -- all of them
 
     async def drain(self, hurry: asyncio.Event | None = None) -> bool:
-        """Stop in the order of the request path, so that running requests can end. Returns whether none was killed."""
+        """Stops processes in the order of the request path, so requests can end. Returns whether none was killed."""
         return await self._stop(stop_order(self.config.strategy), self.config.stop_seconds, hurry)
 
     async def abandon(self, hurry: asyncio.Event | None = None) -> bool:
-        """Stop all processes at once, without waiting for requests. Returns as `drain`."""
+        """Stops all processes at once, without waiting for requests. Returns as `drain`."""
         together = [tuple(process.role for process in self.processes)]
         return await self._stop(together, min(ABANDON_SECONDS, self.config.stop_seconds), hurry)
 
     async def kill(self) -> None:
-        """Kill all processes that still run, and all their descendants; the run directory is free then."""
+        """Kills all processes and their descendants, and frees the run directory."""
         if self._is_gone:
             return
         self._stopping = True
         try:
             await self._until_killed(self.processes)
             marked = await kill_all_marked(MARK_VARIABLE, self._mark, self._kill_seconds)
-            # One that hangs while it exits has no environment any more in which a mark could be.
+            # A process that hangs while it exits has lost its environment and so its mark.
             hanging = (process.pid for process in self.processes if process.is_running)
             self._survivors = sorted({*marked, *hanging})
             if self._survivors:
@@ -360,15 +351,14 @@ class Supervisor:
                 if self._reaper is not None:
                     stop_reaper(self._reaper)
             finally:
-                # Last: the sockets of the next deployment have the same names.
+                # Last, since the next deployment's sockets have the same names.
                 self.run_dir.release()
 
     async def _until_killed(self, processes: Sequence[ManagedProcess]) -> None:
         for process in processes:
-            process.told_to_stop.set()
+            process.stop_requested.set()
             process.kill()
-        if lives := [self._lives[process] for process in processes if process in self._lives]:
-            await asyncio.wait(lives, timeout=self._kill_seconds)
+        await self.over(processes, self._kill_seconds)
 
     def note(self, text: str) -> None:
         self._status.note(text)
@@ -385,10 +375,10 @@ class Supervisor:
         fair = min(timeout, max(FAIR_SECONDS, self.config.beyond_drain_seconds))
         running = [process for process in self.processes if process.is_running]
         for process in self.processes:
-            process.told_to_stop.set()
+            process.stop_requested.set()
         for roles in waves:
             wave = [process for process in running if process.role in roles]
-            # Even after a wave that used up all of it, the next one can shut down.
+            # Even if one wave used up all time, the next one can shut down.
             for process in wave:
                 process.terminate()
                 self.changed(process)
@@ -406,10 +396,10 @@ class Supervisor:
         for process in leftovers:
             process.kill()
 
-    async def over(self, processes: Iterable[ManagedProcess]) -> None:
-        """Wait until their lives are over."""
+    async def over(self, processes: Iterable[ManagedProcess], timeout: float | None = None) -> None:
+        """Waits until the processes' lives are over, or for `timeout` seconds."""
         if lives := [self._lives[process] for process in processes if process in self._lives]:
-            await asyncio.wait(lives)
+            await asyncio.wait(lives, timeout=timeout)
 
     def changed(self, process: ManagedProcess) -> None:
         self._write()
@@ -421,7 +411,7 @@ class Supervisor:
             self.run_dir.write(known.record() for known in self.processes if known.pid)
             self._is_outdated = False
         except OSError as error:
-            # Other tools then read an old state, but a full disk is no reason to stop serving.
+            # Other tools then read an old state, but a full disk must not stop the deployment.
             if not self._is_outdated:
                 self._status.note(f"warning: {self.run_dir.processes_file} is out of date: {error}")
             self._is_outdated = True
@@ -430,9 +420,8 @@ class Supervisor:
 async def first_completed(
     first: Coroutine[Any, Any, First], second: Coroutine[Any, Any, Second], timeout: float | None = None
 ) -> First | Second | None:
-    """The result of the one that ends first, the second one when both did; None after `timeout` seconds.
-
-    The other one is cancelled, and over, before this returns.
+    """Returns the result of the first to end (the second one on a tie), or None after `timeout` seconds. Cancels the
+    other one and waits for its end.
     """
     a, b = asyncio.create_task(first), asyncio.create_task(second)
     try:

@@ -1,99 +1,118 @@
-"""The commands to an `up`: each checks what it wants, changes the wish, and waits until the workers are so."""
+"""Commands to an `up` or a fleet: each checks and changes the wish, and waits until it holds."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from trtllm_disagg.admin.commands import Flip, Rollout, Scale, Switch
-from trtllm_disagg.config.worker_config import check_value
+from trtllm_disagg.admin.commands import Flip, Set, Switch
+from trtllm_disagg.config.thresholds import ADMISSION, check_thresholds
+from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import ConfigError, DisaggError, InvalidRequestError
-from trtllm_disagg.processes import machine
-from trtllm_disagg.strategies import spec_of
+from trtllm_disagg.strategies import spec_of, switchable
+from trtllm_disagg.tools.up.commands import Rollout, Scale
 from trtllm_disagg.tools.up.keeper import Change, Keeper, Say
-from trtllm_disagg.tools.up.plan import MOST_WORKERS, DeploymentConfig, ProcessRole
+from trtllm_disagg.tools.up.plan import MAX_WORKERS
 from trtllm_disagg.tools.up.reconcile import Phase, Seen, Start, Wanted, check_switch
-from trtllm_disagg.tools.up.supervisor import Supervisor
-from trtllm_disagg.tools.up.workers import check_workers, needs_of, with_workers
 
-#: How long a switch waits for the requests of the old first stage.
+WishCommand = Switch | Set | Flip | Scale | Rollout
+#: Max seconds that a switch waits for the old first stage's requests.
 _FINISH_SECONDS = 60.0
 
 
 @dataclass
 class Wish:
-    """One command. `change` is its part of the wish while it waits: `Undo` takes that back."""
+    """One command. `change`: its part of the wish, which `Undo` takes back."""
 
     keeper: Keeper
-    supervisor: Supervisor
     say: Say
+    #: Seconds; None: no limit.
+    limit: float | None = None
     change: Change | None = None
 
-    def _accept(
-        self,
-        after: Wanted,
-        stands: Callable[[Wanted], bool],
-        *,
-        needs_all: bool = False,
-        may_start: bool = False,
-    ) -> Change:
-        before = self.keeper.wanted
-        self.change = Change(before, after, self.say, stands, needs_all=needs_all, may_start=may_start)
+    async def come_true(self, command: WishCommand) -> Any:
+        """Returns the outcome as JSON. Raises ConfigError before any change, another DisaggError for a failure, and
+        StageTimeoutError after the limit.
+        """
+        try:
+            match command:
+                case Switch():
+                    return await self.switch(command)
+                case Set():
+                    return await self.set(command)
+                case Flip():
+                    return await self.flip(command)
+                case Scale():
+                    return await self.scale(command)
+                case Rollout():
+                    return await self.roll_out(command)
+        finally:
+            if self.change is not None:
+                self.keeper.end(self.change)
+
+    def _accept(self, after: Wanted, stands: Callable[[Wanted], bool]) -> Change:
+        self.change = Change(self.keeper.wanted, after, self.say, stands)
         self.keeper.accept(self.change)
         return self.change
 
-    def end(self) -> None:
-        """The command waits no longer."""
+    def undo(self) -> None:
+        """Takes back the part of this command that is not done."""
         if self.change is not None:
-            self.keeper.end(self.change)
+            self.keeper.take_back(self.change, DisaggError("taken back"))
 
     # -- scale
 
     async def scale(self, command: Scale) -> dict[str, int]:
-        """Returns the number of workers by role. Raises ConfigError before anything is changed, and
-        DeploymentFailedError when a new worker does not become ready: then the numbers are as before.
+        """Returns role -> number of workers. A new worker that does not become ready (DeploymentFailedError) restores
+        the old numbers.
         """
-        keeper, counts = self.keeper, self._checked_counts(command.workers)
+        keeper, counts = self.keeper, command.workers
+        self._check(counts)
 
         def is_so() -> bool:
             there = [each for each in keeper.of() if keeper.wanted.role_of(each) in counts]
-            serving = Counter(each.role for each in there if each.phase is Phase.SERVING)
-            return len(there) == serving.total() and all(serving[role] == n for role, n in counts.items())
+            serving = {each.name: each.role for each in there if each.phase is Phase.SERVING}
+            if not wanted.workers:
+                return wanted.roles.items() <= serving.items()
+            have = Counter(serving.values())
+            return len(there) == len(serving) and all(have[role] == n for role, n in counts.items())
 
         await keeper.forget_ended()
         async with keeper.fresh_look():
             wanted = replace(keeper.wanted, workers={**keeper.wanted.workers, **counts})
             if command.by_flips:
                 wanted = self._with_flips(wanted)
-            self._require_room(wanted)
-            change = self._accept(
-                wanted,
-                lambda now: counts.items() <= now.workers.items(),
-                needs_all=True,
-                may_start=command.by_flips,
+            if not keeper.wanted.workers:  # another program starts and stops them
+                wanted = replace(wanted, workers={})
+            there = Counter(wanted.role_of(each) for each in keeper.of() if each.lasts)
+            keeper.require_room(
+                Start(role, wanted.revision)
+                for role, count in wanted.workers.items()
+                for _ in range(count - there[role])
             )
-        await keeper.until(change, is_so)
+            change = self._accept(
+                wanted, lambda now: not now.workers or counts.items() <= now.workers.items()
+            )
+            change.needs_all, change.may_start = True, command.by_flips
+        await keeper.until(change, is_so, self.limit)
         return keeper.numbers()
 
-    def _checked_counts(self, workers: Mapping[str, int]) -> dict[str, int]:
+    def _check(self, workers: Mapping[str, int]) -> None:
         strategy = self.keeper.wanted.strategy
         roles = spec_of(strategy).roles
         for role, count in workers.items():
             if role not in roles:
                 flags = ", ".join("--" + name for name in roles)
-                raise ConfigError.bad_value(
-                    f"--{role}", count, f"one of {flags}: {strategy} has no other workers"
-                )
-            if not 1 <= count <= MOST_WORKERS:
-                raise ConfigError.bad_value(f"--{role}", count, f"1 to {MOST_WORKERS} workers")
-        return {**workers}
+                allowed = f"one of {flags}: {strategy} has no other workers"
+                raise ConfigError.bad_value(f"--{role}", count, allowed)
+            if not 1 <= count <= MAX_WORKERS:
+                raise ConfigError.bad_value(f"--{role}", count, f"1 to {MAX_WORKERS} workers")
 
     def _with_flips(self, wanted: Wanted) -> Wanted:
-        """Workers with the fewest requests change roles, as far as one role has too many and another too few."""
+        """Flips the workers with the fewest requests from roles with too many to roles with too few."""
         serving = [each for each in self.keeper.of() if each.phase is Phase.SERVING]
         there = Counter(wanted.role_of(each) for each in serving)
         for to, of in (("prefill", "decode"), ("decode", "prefill")):
@@ -105,193 +124,163 @@ class Wish:
             wanted = replace(wanted, roles={**wanted.roles, **moving})
         return wanted
 
-    def _require_room(self, wanted: Wanted) -> None:
-        """Raises ConfigError where the workers that are missing find no GPUs."""
-        there = Counter(wanted.role_of(each) for each in self.keeper.of() if each.lasts)
-        missing = (
-            Start(role, wanted.revision)
-            for role, count in wanted.workers.items()
-            for _ in range(count - there[role])
-        )
-        self.keeper.specs(missing)
-
     # -- flip
 
     async def flip(self, command: Flip) -> dict[str, Any]:
-        """Returns the outcome, as `trtllm-disagg flip --json` prints it. Raises ConfigError for another worker, and
-        InvalidRequestError for one that cannot flip; then nothing has changed.
+        """Raises InvalidRequestError, without a change, if the worker cannot flip. A flip that was done is not
+        repeated.
         """
         keeper, to, began = self.keeper, command.to, time.monotonic()
-        async with keeper.fresh_look():
-            one = self._worker(command.process)
-            was = f"{one.role} {self._instance(one.name)}"
-            wanted = self._with_flip(command, one)
-            change = self._accept(wanted, lambda now: now.roles.get(one.name) == to)
+
+        def now() -> Seen | None:
+            return next((each for each in keeper.seen if each.name == one.name), None)
 
         def is_so() -> bool:
-            return any(
-                (each.name, each.role, each.phase, each.is_busy) == (one.name, to, Phase.SERVING, False)
-                for each in keeper.of()
-            )
+            there, done = now(), (to, Phase.SERVING, False)
+            return there is not None and (there.role, there.phase, there.is_busy) == done
 
-        await keeper.until(change, is_so)
+        async with keeper.fresh_look():
+            one = self._worker(command.process, keeper.of())
+            change = self._accept(self._with_flip(command, one), lambda now: now.roles.get(one.name) == to)
+        late = f"{one.name} is not {to}: it is still finishing its requests"
+        await keeper.until(change, is_so, self.limit, late)
+        there = now() or one
         return {
-            "was": was,
+            "was": one.label,
             "role": to,
-            "instance": self._instance(one.name),
-            "process": one.name,
+            "instance": there.instance,
+            "process": there.description.process if there.description else one.name,
             "seconds": time.monotonic() - began,
             "warnings": change.warnings,
         }
 
     def _with_flip(self, command: Flip, one: Seen) -> Wanted:
         wanted, to = self.keeper.wanted, command.to
-        if wanted.role_of(one) == to == one.role:
+        counts, was = Counter(wanted.workers or self.keeper.numbers()), wanted.role_of(one)
+        if was == to == one.role and not (one.description and one.description.flipped_from):
             allowed = f"a worker of the other role: {one.name} is a {to} worker"
             raise ConfigError.bad_value("--instance", command.process, allowed)
-        counts = {**wanted.workers}
-        if wanted.role_of(one) != to:
-            counts.update({one.role: counts[one.role] - 1, to: counts[to] + 1})
+        if was != to:
+            counts.subtract({was: 1, to: -1})
         if not counts[one.role] and not command.force:
             raise InvalidRequestError(
                 f"--to: {to!r} is not allowed; expected another {one.role} worker beside it: it is the last {one.role} "
                 "worker (--force)"
             )
         forced = wanted.forced | {one.name} if command.force else wanted.forced - {one.name}
-        return replace(wanted, workers=counts, roles={**wanted.roles, one.name: to}, forced=forced)
+        numbers = {role: counts[role] for role in wanted.workers}
+        return replace(wanted, workers=numbers, roles={**wanted.roles, one.name: to}, forced=forced)
 
-    def _worker(self, name: str) -> Seen:
-        """By its process or its instance id."""
-        workers = self.keeper.of()
+    def _worker(self, name: str, workers: Sequence[Seen]) -> Seen:
+        """Finds it by process name or instance id."""
         for each in workers:
-            if name in (each.name, self._instance(each.name)):
+            if name == each.name or name.lower() == each.instance:
                 return each
-        there = ", ".join(f"{each.name} ({each.role} {self._instance(each.name)})" for each in workers)
+        there = ", ".join(
+            each.name if each.name == each.label else f"{each.name} ({each.label})" for each in workers
+        )
         raise ConfigError.bad_value("--instance", name, f"one of {there or 'none: no worker is there'}")
-
-    def _instance(self, name: str) -> str:
-        told = self.keeper.described_as(name)
-        return told.instance if told else ""
-
-    def _label(self, worker: Seen) -> str:
-        return f"{worker.role} {self._instance(worker.name) or worker.name}"
 
     # -- switch
 
     async def switch(self, command: Switch) -> dict[str, Any]:
-        """Returns the outcome, as `trtllm-disagg switch --json` prints it. Raises ConfigError before any worker is
-        changed.
-        """
+        """The deployment serves even if this process dies midway: in the old order, the new one, or both."""
         keeper, to, began = self.keeper, command.to, time.monotonic()
 
         def runs_it() -> bool:
             serving = [each for each in keeper.of() if each.phase is Phase.SERVING]
-            return all(each.strategy == to and each.is_registered == each.is_first for each in serving)
+            is_each = all(each.strategy == to and each.is_registered == each.is_first for each in serving)
+            return is_each and (not serving or any(each.is_first for each in serving))
 
-        outcome: dict[str, Any] = {"model": keeper.config.served_model_name, "strategy": to}
+        def outcome(seconds: float | None) -> dict[str, Any]:
+            first = [each.label for each in keeper.of() if each.takes_requests]
+            result = {"model": keeper.model, "strategy": to, "first": first, "seconds": seconds}
+            return result | {"requests_left": left() if seconds else 0}
+
+        def left() -> int:
+            """Requests of the old first stage."""
+            return sum(each.requests for each in keeper.of() if not each.takes_requests)
+
         async with keeper.fresh_look():
-            told = [told for each in keeper.of() if (told := keeper.described_as(each.name))]
-            check_switch(to, keeper.wanted.strategy, [each.description for each in told])
+            check_switch(to, keeper.wanted.strategy, keeper.of())
             if keeper.wanted.strategy == to and runs_it():
-                return outcome | {"first": self._first(), "seconds": None, "requests_left": 0}
-            wanted = replace(keeper.wanted, strategy=to)
-            change = self._accept(wanted, lambda now: now.strategy == to)
-        await keeper.until(change, runs_it)
-        deadline = time.monotonic() + _FINISH_SECONDS
-        await keeper.until(change, lambda: not self._left() or time.monotonic() > deadline)
-        took = {"seconds": time.monotonic() - began, "requests_left": self._left()}
-        return outcome | {"first": self._first(), **took}
-
-    def _first(self) -> list[str]:
-        return [self._label(each) for each in self.keeper.of() if each.takes_requests]
-
-    def _left(self) -> int:
-        """Requests of the stage that was the first one."""
-        return sum(each.requests for each in self.keeper.of() if not each.takes_requests)
+                return outcome(None)
+            change = self._accept(replace(keeper.wanted, strategy=to), lambda now: now.strategy == to)
+        late = (
+            "some workers still have the old order; repeat the command, or give the opposite one to go back"
+        )
+        await keeper.until(change, runs_it, self.limit, late)
+        deadline = time.monotonic() + (_FINISH_SECONDS if self.limit is None else self.limit)
+        await keeper.until(change, lambda: not left() or time.monotonic() > deadline)
+        return outcome(time.monotonic() - began)
 
     # -- rollout
 
     async def roll_out(self, command: Rollout) -> dict[str, Any]:
-        """Returns the outcome, as `trtllm-disagg rollout --json` prints it. Raises ConfigError before anything is
-        changed, and DeploymentFailedError when the new revision does not come: the old one stays.
-        """
+        """If the new revision fails (DeploymentFailedError), the old one stays."""
         keeper, to = self.keeper, command.revision
         async with keeper.fresh_look():
             wanted = keeper.wanted
-            withdrawn = wanted.following if to == wanted.revision else None
-            if withdrawn is not None:
+            if to == wanted.revision and wanted.following is not None:
                 wanted = replace(wanted, following=None, in_place=False)
             elif to not in wanted.revisions:
-                wanted = self._with_revision(command)
-            leaving = [self._label(each) for each in keeper.seen if each.revision != to]
+                keeper.prepare(command, self.say)
+                wanted = replace(
+                    wanted, following=to, drain_seconds=command.drain_seconds, in_place=command.in_place
+                )
+            left = {each.name: each.label for each in keeper.seen if each.revision != to}
             change = self._accept(wanted, lambda now: to in now.revisions)
 
         def is_done() -> bool:
-            return keeper.wanted.revision == to and all(each.revision == to for each in keeper.seen)
+            others = [each for each in keeper.seen if each.revision != to]
+            left.update((each.name, left.get(each.name, each.label)) for each in others)
+            return not others
 
+        late = f"revision {to} does not answer the frontend with a worker of each role; the old ones stay"
+        await keeper.until(change, lambda: keeper.wanted.revision == to, self.limit, late)
         await keeper.until(change, is_done)
-        serving = [self._label(each) for each in keeper.of()]
-        return {"revision": to, "serving": serving, "left": leaving, "requests_given_up": change.given_up}
+        serving = [each.label for each in keeper.of()]
+        return {
+            "revision": to,
+            "serving": serving,
+            "left": [*left.values()],
+            "requests_given_up": change.given_up,
+        }
 
-    def _with_revision(self, command: Rollout) -> Wanted:
-        keeper, supervisor = self.keeper, self.supervisor
-        config = self._config_of(command)
-        wanted = replace(
-            keeper.wanted,
-            following=command.revision,
-            drain_seconds=command.drain_seconds,
-            in_place=command.in_place,
-        )
-        supervisor.other_configs[command.revision] = config
-        counts = {role: count for role, count in wanted.workers.items() if count}
-        try:
-            if not command.in_place:
-                keeper.specs(
-                    Start(role, command.revision) for role, count in counts.items() for _ in range(count)
+    # -- set
+
+    async def set(self, command: Set) -> list[dict[str, Any]]:
+        """Returns each worker's changes, or the reason for none. A value that every worker refuses leaves the wish."""
+        keeper, values = self.keeper, command.values
+        check_thresholds(values, "set")
+        for_all = {} if command.process else values
+        async with keeper.fresh_look():
+            names = [each.name for each in self._takers(command)]
+            if for_all:
+                keeper.note(
+                    ", ".join(f"{name}={value}" for name, value in for_all.items())
+                    + " are now the thresholds"
                 )
-        except ConfigError as error:
-            del supervisor.other_configs[command.revision]
-            raise ConfigError(f"{error}; --in-place replaces one worker at a time, on its own GPUs") from None
-        if command.in_place:
-            self._say_what_is_missing(counts)
-        return wanted
+            keeper.send_settings(names, values)
+            wanted = replace(keeper.wanted, thresholds={**keeper.wanted.thresholds, **for_all})
+            change = self._accept(wanted, lambda now: for_all.items() <= now.thresholds.items())
 
-    def _say_what_is_missing(self, counts: Mapping[str, int]) -> None:
-        for role, count in counts.items():
-            least = f"{count - 1} of {count}" if count > 1 else "none"
-            self.say(f"{least} {role} workers serve while one of them loads")
-            if count == 1 and role in spec_of(self.keeper.wanted.strategy).kv_routed_roles:
-                self.say(f"no worker takes requests while {role} loads: they get an error")
+        def is_so() -> bool:
+            there = (each for each in keeper.seen if each.phase in (Phase.STARTING, Phase.SERVING))
+            return not any(each.lacks for each in there if each.name in names)
 
-    def _config_of(self, command: Rollout) -> DeploymentConfig:
-        supervisor, wanted = self.supervisor, self.keeper.wanted
-        check_value("worker_revision", command.revision, "--to")
-        if wanted.following is not None:
-            allowed = f"{wanted.following}, which is on its way, or {wanted.revision!r} to take that back"
-            raise ConfigError.bad_value("--to", command.revision, allowed)
-        if command.revision in {each.revision for each in self.keeper.seen}:
-            raise ConfigError.bad_value("--to", command.revision, "a name that no worker of this `up` has")
-        old = supervisor.config
-        argv = (command.python, *old.worker_command[1:]) if command.python else old.worker_command
-        configs = {cast(ProcessRole, role): Path(file) for role, file in command.engine_configs.items()}
-        config = replace(
-            old,
-            revision=command.revision,
-            model=command.model or old.model,
-            engine_configs=configs or old.engine_configs,
-            worker_args=command.worker_args or old.worker_args,
-            worker_command=argv,
-        )
-        config = with_workers(config, supervisor.environ)
-        check_workers(config, supervisor.environ)
-        needs = machine.Needs() if command.in_place else needs_of(config)
-        for shortage in machine.check_limits(needs):
-            self.say(f"warning: {shortage}")
-        return config
+        await keeper.until(change, is_so, self.limit, "a worker is still starting, with the old thresholds")
+        result = [change.settings[name] for name in names if name in change.settings]
+        if result and all(each["error"] for each in result):
+            self.undo()
+        return result
 
-    # -- undo
-
-    def undo(self) -> None:
-        """Take back what this command has changed, as far as it is not done."""
-        if self.change is not None:
-            self.keeper.take_back(self.change, DisaggError("taken back"))
+    def _takers(self, command: Set) -> list[Seen]:
+        workers = [each for each in self.keeper.seen if each.revision in self.keeper.wanted.revisions]
+        paired = [each for each in workers if each.role != Role.AGG and each.strategy in switchable()]
+        takers = workers if command.values.keys() <= {*ADMISSION} else paired
+        if workers and not takers:
+            there = ", ".join(f"{each.label} under {each.strategy}" for each in workers)
+            allowed = f"prefill or decode workers of {', '.join(switchable())}; there is: {there}"
+            raise ConfigError.bad_value("set", "thresholds", allowed)
+        return [self._worker(command.process, takers)] if command.process else takers

@@ -246,24 +246,15 @@ def parse(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def test_the_command_builds_the_default_recipe(tmp_path: Path, stand_in: list[Recipe]) -> None:
+def test_the_command_builds_the_default_recipe_or_the_one_that_sees(
+    tmp_path: Path, stand_in: list[Recipe]
+) -> None:
     assert demo_model.run(parse(str(tmp_path / "model"))) == 0
-    assert stand_in == [demo_model.DEFAULT_RECIPE]
+    assert demo_model.run(parse("--vision", str(tmp_path / "sees"))) == 0
+    assert stand_in == [demo_model.DEFAULT_RECIPE, demo_model.VISION_RECIPE]
 
 
 def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path, stand_in: list[Recipe]) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot make a model at"):
         demo_model.run(parse(str(tmp_path / "file" / "model")))
-
-
-def test_progress_is_a_line_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    now = 7.0
-    report = building.line_report(lambda: now)
-    for step in range(1, 101):
-        report(step, 100, 5 - step / 50)
-        now += 0.25
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["demo-model: step 1/100, loss 4.98", "demo-model: step 21/100, loss 4.58, 20 s left"]
-    assert lines[-1] == "demo-model: step 100/100, loss 3.00, 0 s left"
-    assert len(lines) == 6

@@ -13,7 +13,7 @@ from tests.support.deployments import ROOT
 pytestmark = pytest.mark.process
 
 SUITE = [f"tests/conformance/test_{name}.py" for name in ("answers", "generate_async", "handoffs")]
-_MOST_SECONDS = 280
+_MAX_SECONDS = 280
 
 
 def test_the_modelled_engine_conforms() -> None:
@@ -23,6 +23,6 @@ def test_the_modelled_engine_conforms() -> None:
         env=os.environ | {"TRTLLM_DISAGG_CONFORMANCE": "trtllm_disagg.engines.modelled"},
         capture_output=True,
         text=True,
-        timeout=_MOST_SECONDS,
+        timeout=_MAX_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]

@@ -22,6 +22,8 @@ COVERED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1-8b": ("l40s", {}),
     "llama-3.1-70b": ("h100_sxm", {"tensor_parallel_size": 4}),
     "llama-3.1-70b-fp8": ("h200_sxm", {"tensor_parallel_size": 2}),
+    "llama-3.3-70b": ("h100_sxm", {"tensor_parallel_size": 4}),
+    "llama-3.3-70b-fp8": ("h200_sxm", {"tensor_parallel_size": 2}),
     "qwen3-32b": ("gb200", {"tensor_parallel_size": 2}),
     "qwen3-32b-fp8": ("h200_sxm", {"tensor_parallel_size": 2}),
     "qwen3-235b-a22b": ("b200_sxm", _EIGHT),

@@ -171,19 +171,18 @@ def test_a_slow_link_makes_decode_wait_and_prefill_go_on() -> None:
     duo.close()
 
 
-def test_a_pulled_prefix_takes_the_time_of_its_link_and_the_rest_is_computed() -> None:
+def test_what_decode_hands_back_takes_the_time_of_its_link_and_the_rest_is_computed() -> None:
     clock, tokens = ScaledClock(1.0), prompt_of(330)
     slow = {"link_gb_per_second": 1e-3}
     duo = Duo(ModelledTestCore(clock, slow), ModelledTestCore(clock, slow))
     duo.decode.generate(tokens[:320], 1)
-    handoff = duo.decode.run(duo.decode.add(tokens, 1, request_type="cached_only")).handoff
+    handoff = duo.decode.run(duo.decode.add(tokens[:321], 1, request_type="context_only")).handoff
     assert handoff is not None
-    begun, pulled = clock.now(), ReceivedHandoff(handoff.opaque_state, [])
-    request = duo.prefill.add(tokens, 1, request_type="context_only", handoff=pulled)
-    answer = duo.prefill.run(request)
+    begun, received = clock.now(), ReceivedHandoff(handoff.opaque_state, handoff.first_gen_tokens)
+    duo.prefill.run(duo.prefill.add(tokens[:321], 1, request_type="generation_only", handoff=received))
     assert clock.now() - begun >= 0.32
+    answer = duo.prefill.run(duo.prefill.add(tokens, 1))
     assert (answer.tokens, answer.cached_tokens) == (ModelledTestCore().generate(tokens, 1), 320)
-    duo.prefill.engine.abort(request)
     duo.assert_idle()
     duo.close()
 

@@ -25,6 +25,7 @@ from trtllm_disagg.engines.recording.llm import (
     LLM,
     DisaggregatedParams,
     DisaggScheduleStyle,
+    Logprob,
     RequestError,
     RequestOutput,
     SamplingParams,
@@ -408,3 +409,40 @@ async def test_a_decode_that_may_make_one_token_makes_two(edges: HardEdges) -> N
     decode = make(edges).generate_async(PROMPT, SamplingParams(max_tokens=1), disaggregated_params=handoff)
     await decode.aresult()
     assert len(decode.outputs[0].token_ids) == (2 if edges.decodes_past_a_limit_of_one else 1)
+
+
+# -- log probabilities of a prompt
+
+
+@BOTH
+async def test_an_abort_before_logprobs_of_a_prompt_damages_other_answers(edges: HardEdges) -> None:
+    llm = make(edges)
+    others = [llm.generate_async(PROMPT, SamplingParams(max_tokens=3), streaming=True) for _ in range(2)]
+    for other in others:
+        await anext(other)
+    asking = llm.generate_async(PROMPT, SamplingParams(prompt_logprobs=0))
+    asking.abort()
+    first, second = await asyncio.gather(*(each.aresult() for each in others), return_exceptions=True)
+    whole = [scripted_token(PROMPT, position) for position in range(3)]
+    assert isinstance(first, RequestError) is edges.fails_others_at_aborted_prompts
+    assert isinstance(second, RequestOutput)
+    assert (second.outputs[0].token_ids == whole) is not edges.fails_others_at_aborted_prompts
+    assert await hangs(asking) is edges.fails_others_at_aborted_prompts
+
+
+@BOTH
+async def test_logprobs_behind_a_cached_prefix_are_of_other_tokens(edges: HardEdges) -> None:
+    llm = make(edges, kv_cache_config={"tokens_per_block": 2})
+    asking = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    first, second, salted = [
+        (await llm.generate_async(PROMPT, asking, cache_salt=salt).aresult()).outputs[0].prompt_logprobs
+        for salt in ("a", "a", "b")
+    ]
+    assert [[(token, entry.logprob)] for each in first for token, entry in each.items()] == [
+        [(12, 0.0)],
+        [(13, -1.0)],
+        [(scripted_token(PROMPT, 0), -2.0)],
+    ]
+    assert salted == first
+    expected = [{12: Logprob(-2.0, 1)}] if edges.counts_logprobs_behind_cached else first
+    assert second == expected

@@ -14,19 +14,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from tests.support.handling import request
 from trtllm_disagg.config.engine_args import build_engine_args
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
+from trtllm_disagg.engine.declared_arguments import tensorrt_llm_arguments
 from trtllm_disagg.engine.engine import Engine
 from trtllm_disagg.engine.llm_api import load_api
+from trtllm_disagg.engine.trtllm_version import default_runtime
 from trtllm_disagg.engines import embedded
 from trtllm_disagg.engines.embedded.params import llm_args
 from trtllm_disagg.engines.embedded.params.llm_args import CacheTransceiverConfig, LlmArgs
@@ -37,12 +39,12 @@ from trtllm_disagg.wire.bodies import encode_disaggregated_params
 
 ROOT = Path(__file__).parents[4]
 PINS = {
-    path.stem: json.loads(path.read_text()) for path in Path(recording.__file__).parent.glob("llm_api/*.json")
+    path.stem: json.loads(path.read_text()) for path in (ROOT / "trtllm_disagg/engine/pins").glob("*.json")
 }
 #: Single files of the time before 1.2.0 and after 1.3.0rc21; the others are each of one release.
 OLD, NEW = "1.2.0rc", "1.3.0rc"
 #: What `pip install tensorrt-llm` brings, and the first release that `doctor` takes.
-STABLE, FIRST_TAKEN = "1.2.1", "1.3.0rc22"
+STABLE, FIRST_SUPPORTED = "1.2.1", "1.3.0rc22"
 #: After the release that the project is written for: what could be read of them.
 NEXT, AFTER_NEXT = "1.4.0rc1", "1.4.0rc4"
 #: The newest release of which a class could be read whole, up to the one that the project is written for.
@@ -120,7 +122,7 @@ def parameters(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def test_every_pin_has_its_version_and_source() -> None:
-    assert {OLD, NEW, STABLE, FIRST_TAKEN, NEXT, AFTER_NEXT, *NEWEST.values()} == set(PINS)
+    assert {OLD, NEW, STABLE, FIRST_SUPPORTED, NEXT, AFTER_NEXT, *NEWEST.values()} == set(PINS)
     for version, pin in PINS.items():
         assert pin["version"] == version
         assert all(pin["source"].values())
@@ -234,6 +236,8 @@ CACHE_NOT_FOR_A_CPU = {
         (llm_args.KVEventsConfig, set(), set()),
         (llm_args.BlockReuseConfig, set(), set()),
         (llm_args.DynamicBatchConfig, set(), set()),
+        (llm_args.MoeConfig, set(), set()),
+        (llm_args.AttentionDpConfig, set(), set()),
         # An enum of strings there.
         (llm_args.SchedulerConfig, set(), {"waiting_queue_policy"}),
     ],
@@ -249,15 +253,69 @@ def test_parts_of_llm_args_have_the_same_fields_and_defaults(
     assert {name for name, field in shared if not is_default(field, pinned[name])} == other_defaults
 
 
+#: Of each type, those at the limits too.
+VALUES: tuple[Any, ...] = (None, True, -1, 0, 1, 2, 7, 0.5, 1.5, "auto", "AUTO", "x", [], [1], [0.5], {})
+#: What the embedded engine takes and TensorRT-LLM does not: mostly of what has no effect on a CPU, or is refused later.
+TAKES_MORE: dict[str, list[Any]] = {
+    "allreduce_strategy": ["auto", "x"],
+    "backend": [None],
+    "cuda_graph_config.max_batch_size": [None],
+    "kv_cache_config.mamba_state_config": [None],
+    "kv_cache_config.pool_ratio": [[]],
+    "kv_connector_config": [value for value in VALUES if value not in (None, {})],
+    "nvfp4_gemm_config": [None],
+    "sleep_config": [value for value in VALUES if value not in (None, {})],
+    "telemetry_config": [None],
+}
+#: The opposite.
+TAKES_LESS: dict[str, list[Any]] = {
+    "kv_cache_config.cross_kv_cache_fraction": [-1, 2, 7, 1.5],
+    "load_format": [True],
+}
+
+
+def differences(
+    ours: type[BaseModel], theirs: type[BaseModel], above: str = ""
+) -> Iterator[tuple[str, Any, bool]]:
+    """(key, value, whether it is ours that takes it) for each value that one of two classes takes."""
+    for name in ours.model_fields.keys() & theirs.model_fields.keys():
+        for value in VALUES:
+            if (is_ours := takes(ours, name, value)) != takes(theirs, name, value):
+                yield f"{above}{name}", value, is_ours
+        sections = section(ours, name), section(theirs, name)
+        if None not in sections:
+            yield from differences(*sections, f"{above}{name}.")
+
+
+def takes(owner: type[BaseModel], name: str, value: Any) -> bool:
+    try:
+        owner.model_validate(({"model": "m"} if "model" in owner.model_fields else {}) | {name: value})
+    except ValidationError:
+        return False
+    return True
+
+
+def section(owner: type[BaseModel], name: str) -> Any:
+    annotation = owner.model_fields[name].annotation
+    kinds = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if inspect.isclass(kind) and issubclass(kind, BaseModel)), None)
+
+
+def test_the_plugin_takes_the_values_for_tensorrt_llm_that_the_embedded_engine_takes() -> None:
+    """The plugin checks files for TensorRT-LLM by the pins, and those for the embedded engine by classes."""
+    found = list(differences(LlmArgs, tensorrt_llm_arguments()))
+    more = [(key, value) for key, value, is_ours in found if is_ours]
+    less = [(key, value) for key, value, is_ours in found if not is_ours]
+    assert sorted(more, key=repr) == sorted(((k, v) for k, vs in TAKES_MORE.items() for v in vs), key=repr)
+    assert sorted(less, key=repr) == sorted(((k, v) for k, vs in TAKES_LESS.items() for v in vs), key=repr)
+
+
 @pytest.mark.parametrize("name", sorted(CACHE_NOT_FOR_A_CPU))
-def test_what_only_tensorrt_llm_knows_of_a_cache_is_left_to_it(name: str) -> None:
-    """It is no misspelling of what we know."""
-    config = WorkerConfig(
-        model="org/model",
-        engine="tensorrt_llm",
-        override_engine_args=json.dumps({"kv_cache_config": {name: 1}}),
-    )
-    assert build_engine_args(config)["kv_cache_config"][name] == 1
+def test_what_only_tensorrt_llm_knows_of_a_cache_is_passed_to_it(name: str) -> None:
+    value = ast.literal_eval(facts(NEW, "KvCacheConfig")[name][1])
+    override = json.dumps({"kv_cache_config": {name: value}})
+    config = WorkerConfig(model="org/model", engine="tensorrt_llm", override_engine_args=override)
+    assert build_engine_args(config)["kv_cache_config"][name] == value
 
 
 def test_the_cache_transceiver_is_configured_alike() -> None:
@@ -390,9 +448,9 @@ def pinned_names(version: str, called: str) -> set[str]:
     [
         *((name, version) for name, version in NEWEST.items() if not name.endswith("Output")),
         ("LLM", "1.3.0rc29"),
-        ("DisaggregatedParams", FIRST_TAKEN),
+        ("DisaggregatedParams", FIRST_SUPPORTED),
         ("DisaggregatedParams", AFTER_NEXT),
-        ("generate_async", FIRST_TAKEN),
+        ("generate_async", FIRST_SUPPORTED),
         ("SamplingParams", STABLE),
     ],
 )
@@ -420,22 +478,25 @@ def test_the_next_release_has_every_key_of_a_transceiver_and_every_field_of_a_ha
         yaml.safe_load(path.read_text()).get("cache_transceiver_config", {})
         for path in (ROOT / "engine_configs").glob("*/*.yaml")
     ]
-    assert {key for each in used for key in each} <= set(facts(NEXT, "CacheTransceiverConfig"))
+    for version in (NEXT, AFTER_NEXT):
+        keys = facts(version, "CacheTransceiverConfig")
+        assert {key for each in used for key in each} <= set(keys)
+        assert keys["transceiver_runtime"][1] == repr(default_runtime(version))
     older, newer = (facts(version, "DisaggregatedParams") for version in ("1.3.0rc29", AFTER_NEXT))
     assert older.items() <= newer.items()
     assert all(default == "None" for _, default in newer.values()), "a handoff without them is taken"
 
 
-@pytest.mark.parametrize("version", [FIRST_TAKEN, NEWEST["DisaggregatedParams"], AFTER_NEXT])
+@pytest.mark.parametrize("version", [FIRST_SUPPORTED, NEWEST["DisaggregatedParams"], AFTER_NEXT])
 def test_an_endpoint_is_one_string(version: str) -> None:
     assert facts(version, "DisaggregatedParams")["ctx_info_endpoint"] == ["Optional[str]", "None"]
     assert DisaggregatedParams(ctx_info_endpoint="tcp://a:1").ctx_info_endpoint == "tcp://a:1"
 
 
-# -- tools/pin_llm_api.py reads the API from a source tree
+# -- scripts/pin_llm_api.py reads the API from a source tree
 
 
-TOOL = ROOT / "tools" / "pin_llm_api.py"
+TOOL = ROOT / "scripts" / "pin_llm_api.py"
 
 SOURCE = {
     "sampling_params.py": """
@@ -446,12 +507,18 @@ class GuidedDecodingParams:
         raise ValueError("one")
 """,
     "llmapi/llm_args.py": """
+class LoadFormat(Enum):
+    AUTO = 0
+    DUMMY = 1
+class WaitingQueuePolicy(StrEnum):
+    FCFS = "fcfs"
+CudaGraphConfigType: TypeAlias = Annotated[Union[A, B], Field(discriminator="mode")]
 class BaseLlmArgs(Base):
     model: Union[str, Path] = Field(description="d")
-    max_batch_size: Optional[int] = Field(default=2048, description="d")
+    max_batch_size: Optional[int] = Field(default=2048, description="d", gt=0)
 class TorchLlmArgs(BaseLlmArgs):
     config: KvCacheConfig = Field(default_factory=KvCacheConfig)
-    max_batch_size: int = Field(default=7)
+    max_batch_size: int = Field(default=7, ge=1, le=9)
 """,
     "llmapi/llm.py": """
 class BaseLLM:
@@ -492,6 +559,12 @@ def test_the_program_reads_without_importing(made: dict[str, Any]) -> None:
         "model": ["Union[str, Path]", None],
         "max_batch_size": ["int", "7"],
         "config": ["KvCacheConfig", "KvCacheConfig()"],
+    }
+    assert classes["LlmArgs"]["limits"] == {"max_batch_size": {"ge": 1, "le": 9}}
+    assert made["types"] == {
+        "CudaGraphConfigType": "Union[A, B]",
+        "LoadFormat": "Literal['AUTO', 'DUMMY', 0, 1]",
+        "WaitingQueuePolicy": "Literal['fcfs']",
     }
     assert classes["LLM"]["methods"] == {
         "__init__": {"model": ["str", None], "dtype": ["str", "'auto'"], "**kwargs": ["Any", None]}

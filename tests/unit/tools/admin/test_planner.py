@@ -9,14 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.support.handling import until
-from trtllm_disagg.dynamo_runtime import controller
-from trtllm_disagg.dynamo_runtime.controller import Decision
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.admin import autoscale_command
+from trtllm_disagg.tools.admin import autoscale_command, controller
 from trtllm_disagg.tools.admin.autoscale_command import Numbers, _follow_planner, _within
+from trtllm_disagg.tools.admin.controller import Decision
 from trtllm_disagg.tools.admin.ratio import Goal
 
-GOAL = Goal(1.0, 1.0, least=1, most=4)
+GOAL = Goal(1.0, 1.0, min_workers=1, max_workers=4)
 
 
 class FakePlanner:

@@ -20,7 +20,7 @@ from trtllm_disagg.tools.top.snapshot import (
     share_within,
 )
 
-GOAL = Goal(ttft=0.5, itl=0.03, most=8)
+GOAL = Goal(ttft=0.5, itl=0.03, max_workers=8)
 #: Requests a second that one worker of a role can do within the limits.
 CAN_DO = {"prefill": 4.0, "decode": 2.0, "agg": 1.0}
 NONE = Histogram(tuple((bound, 0.0) for bound in (0.01, 0.02, 0.03, 0.04, 0.1, 0.25, 0.5, 1.0, math.inf)))
@@ -139,7 +139,7 @@ def test_share_within_a_limit_is_of_the_new_measurements_only() -> None:
 
 
 def test_a_role_with_fewer_workers_than_least_gets_them_whatever_the_load_is() -> None:
-    ratio = Ratio(Goal(ttft=0.5, itl=0.03, least=2, most=6), roles=("prefill", "decode"))
+    ratio = Ratio(Goal(ttft=0.5, itl=0.03, min_workers=2, max_workers=6), roles=("prefill", "decode"))
     decode = Process("decode-0", "decode", "ready")
     one = Snapshot(0.0, "", "m", "decode_first", frontend=FrontendLoad(), processes=(decode,), doubt="")
     wanted = [found for _ in range(8) if (found := ratio.after(one))]

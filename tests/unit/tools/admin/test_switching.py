@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.admin.commands import Command, DescribedInstance, Flip, Leave, Switch
-from trtllm_disagg.cli import run
+from trtllm_disagg.common.cli import run
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.errors import (
     ConfigError,
@@ -24,10 +24,10 @@ from trtllm_disagg.errors import (
     StageTimeoutError,
 )
 from trtllm_disagg.strategies import spec_of, switchable
-from trtllm_disagg.tools.admin.flip_command import flip
-from trtllm_disagg.tools.admin.rollout_command import roll_out
-from trtllm_disagg.tools.admin.switch_command import shown, switch
-from trtllm_disagg.tools.up.look import as_assumed_after, as_frontend_says
+from trtllm_disagg.tools.admin import fleet
+from trtllm_disagg.tools.admin.switch_command import shown
+from trtllm_disagg.tools.up.commands import Rollout
+from trtllm_disagg.tools.up.look import FirstStages
 
 ROLES = {Role.PREFILL: (1, 2), Role.DECODE: (3, 4)}
 
@@ -45,7 +45,7 @@ class FakeDeployment:
                 "strategy": strategy,
                 "model": "m",
                 "registered": role.value == first,
-                "whole_requests": 0,
+                "client_requests": 0,
             }
             for role, ids in ROLES.items()
             for i in ids
@@ -59,7 +59,7 @@ class FakeDeployment:
 
     async def workers(self) -> list[DescribedInstance]:
         for said in self.said.values():
-            said["whole_requests"] = max(0, said["whole_requests"] - 1)
+            said["client_requests"] = max(0, said["client_requests"] - 1)
         return [DescribedInstance("dyn://n.c.e", i, dict(said)) for i, said in self.said.items()]
 
     async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
@@ -78,10 +78,9 @@ class FakeDeployment:
         self.after_step.get(len(self.steps), lambda: None)()
         return said
 
-    async def why_not(self, model: str, instance_id: int, is_new: bool) -> str:
-        assert model == "m"
+    def why_not(self, model: str, instance_id: int) -> str:
         self.asked[instance_id] += instance_id in self.said and self.said[instance_id]["registered"]
-        return "" if self.asked[instance_id] > self.lag else "not yet"
+        return "" if model == "m" and self.asked[instance_id] > self.lag else "not yet"
 
     @property
     def serves(self) -> bool:
@@ -93,19 +92,29 @@ class FakeDeployment:
         return {said["strategy"] for said in self.said.values()}
 
 
+class OfFake(FirstStages):
+    def __init__(self, fake: FakeDeployment) -> None:
+        super().__init__()
+        self.fake = fake
+
+    async def why_not(self, model: str, instance: int, is_new: bool, waited: float) -> str:
+        return self.fake.why_not(model, instance)
+
+
 async def run_switch(fake: FakeDeployment, to: str, timeout: float = 5.0) -> tuple[str, list[str]]:
     lines: list[str] = []
-    return shown(await switch(fake, fake.why_not, to, timeout, lines.append, "key")), lines
+    outcome = await fleet.change(fake, Switch(to), timeout, "key", OfFake(fake), report=lines.append)
+    return shown(outcome), lines
 
 
 async def test_a_new_first_stage_is_known_before_the_old_one_leaves() -> None:
     fake = FakeDeployment("decode_first")
-    fake.said[3]["whole_requests"] = 4
+    fake.said[3]["client_requests"] = 4
     line, lines = await run_switch(fake, "prefill_first")
     assert sorted(fake.steps[:2]) == [("comes", 1), ("comes", 2)]
     assert sorted(fake.steps[2:]) == [("leaves", 3), ("leaves", 4)]
     assert all(fake.asked[i] > fake.lag for i in ROLES[Role.PREFILL])
-    assert fake.said[3]["whole_requests"] == 0
+    assert fake.said[3]["client_requests"] == 0
     assert line.startswith("switched m to prefill_first in ")
     assert "still run" not in line
     assert lines[-1] in (
@@ -121,7 +130,7 @@ async def test_repeated_switches_end_in_the_asked_strategy_and_the_last_changes_
         assert fake.strategies == {to}
     fake.steps.clear()
     line, _ = await run_switch(fake, "auto")
-    assert (line, fake.steps) == ("m runs auto already: decode 3, decode 4 first", [])
+    assert (line, fake.steps) == ("m already runs auto: decode 3, decode 4 first", [])
 
 
 @pytest.mark.parametrize("steps_done", range(4))
@@ -143,7 +152,7 @@ async def test_switch_that_failed_midway_serves_and_the_next_one_completes_or_un
 
 async def test_switch_times_out_and_keeps_the_old_first_stage_while_the_frontend_lacks_the_new() -> None:
     fake = FakeDeployment("decode_first", lag=10**9)
-    with pytest.raises(StageTimeoutError, match="give the command again to go on"):
+    with pytest.raises(StageTimeoutError, match="repeat the command, or give the opposite"):
         await run_switch(fake, "prefill_first", timeout=0.2)
     assert all(fake.said[i]["registered"] for i in ROLES[Role.DECODE])
 
@@ -154,9 +163,9 @@ async def test_switch_times_out_and_keeps_the_old_first_stage_while_the_frontend
         ("sideways", {}, f"one of {', '.join(switchable())}"),
         ("router", {}, f"one of {', '.join(switchable())}"),
         ("agg", {}, f"one of {', '.join(switchable())}"),
-        ("prefill_first", {1: None, 2: None}, "no prefill worker, and .*2 decode.* its own by --endpoint"),
+        ("prefill_first", {1: None, 2: None}, "no prefill worker .*2 decode.* its own by --endpoint"),
         ("decode_first", {1: None, 2: None}, "there are: 2 decode"),
-        ("prefill_first", dict.fromkeys(range(1, 5)), "there is no worker"),
+        ("prefill_first", dict.fromkeys(range(1, 5)), "no workers found"),
         ("prefill_first", {i: {"strategy": "router"} for i in range(1, 5)}, "under router"),
         ("prefill_first", {4: {"role": "agg"}}, "1 agg"),
         ("prefill_first", {4: {"model": "other"}}, "m, other"),
@@ -166,7 +175,7 @@ async def test_switch_times_out_and_keeps_the_old_first_stage_while_the_frontend
             "prefill was started with --endpoint dyn://n.mine.generate",
         ),
         ("prefill_first", {4: {"key": "another"}}, r"--key-file: 'key' is not allowed; .* decode 4 .another"),
-        ("prefill_first", {4: {"role": "cook"}}, "instance 4 at dyn://n.c.e is no trtllm-disagg worker"),
+        ("prefill_first", {4: {"role": "cook"}}, "instance 4 at dyn://n.c.e is not a trtllm-disagg worker"),
     ],
 )
 async def test_switch_that_is_not_possible_is_refused_before_any_worker_changes(
@@ -181,15 +190,6 @@ async def test_switch_that_is_not_possible_is_refused_before_any_worker_changes(
     with pytest.raises(ConfigError, match=named):
         await run_switch(fake, to)
     assert fake.steps == []
-
-
-async def test_a_worker_that_comes_during_a_switch_is_switched_too() -> None:
-    fake = FakeDeployment("decode_first")
-    late = fake.said[3] | {"registered": True}
-    fake.after_step[2] = lambda: fake.said.update({5: late}) or fake.asked.update({5: 0})
-    await run_switch(fake, "prefill_first")
-    assert fake.strategies == {"prefill_first"}
-    assert sorted(fake.steps[2:]) == [("leaves", 3), ("leaves", 4), ("leaves", 5)]
 
 
 async def test_a_worker_that_returns_under_another_id_is_switched_there_and_one_that_dies_is_left_out() -> (
@@ -214,14 +214,9 @@ async def test_a_role_that_dies_during_the_switch_is_no_wrong_setting() -> None:
 
 async def test_switch_outcome_names_requests_that_still_run() -> None:
     fake = FakeDeployment("decode_first", lag=0)
-    fake.said[3]["whole_requests"] = 10**9
+    fake.said[3]["client_requests"] = 10**9
     line, _ = await run_switch(fake, "prefill_first", timeout=0.2)
     assert "requests still run on the old first stage" in line
-
-
-async def test_unknown_frontends_are_trusted_only_after_settle_seconds() -> None:
-    assert not await as_assumed_after(0.0)("m", 1, False)
-    assert await as_assumed_after(60.0)("m", 1, False)
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
@@ -257,34 +252,36 @@ def frontend_url() -> Iterator[str]:
 async def test_frontend_knows_a_worker_only_if_it_accepts_a_pin_to_it(
     frontend_url: str, is_new: bool
 ) -> None:
-    why_not = as_frontend_says(frontend_url, 60.0)
-    assert not await why_not("m", 7, is_new)
-    assert await why_not("m", 8, is_new)
-    assert await why_not("n", 7, is_new)
-    assert await as_frontend_says("http://127.0.0.1:1", 60.0)("m", 7, is_new)
+    first_stages = FirstStages(frontend_url, 60.0)
+    assert not await first_stages.why_not("m", 7, is_new, 0.0)
+    assert await first_stages.why_not("m", 8, is_new, 0.0)
+    assert await first_stages.why_not("n", 7, is_new, 0.0)
+    assert await FirstStages("http://127.0.0.1:1", 60.0).why_not("m", 7, is_new, 0.0)
 
 
-async def test_a_frontend_that_does_not_say_whom_it_knows_is_trusted_after_settle_seconds(
-    frontend_url: str,
-) -> None:
-    assert not await as_frontend_says(frontend_url, 0.0)("silent", 7, False)
-    assert await as_frontend_says(frontend_url, 60.0)("silent", 7, False)
+async def test_an_unknown_or_silent_frontend_is_trusted_after_settle_seconds(frontend_url: str) -> None:
+    for url in ("", frontend_url):
+        assert not await FirstStages(url, 1.0).why_not("silent", 7, False, 2.0)
+        assert await FirstStages(url, 1.0).why_not("silent", 7, False, 0.5)
 
 
 class Flipping:
-    """A worker, 1 as prefill, that takes a flip and is there again, as instance 2 with `then` in its description."""
+    """A worker, 1 as prefill, that takes a flip and is there again, as instance 2 with `then` in its description; and
+    another one, 9.
+    """
 
     def __init__(self, answer: dict[str, Any] | DisaggError, **then: Any) -> None:
         self._answer = answer
         self._then = {"role": "decode", "strategy": "router", "model": "m", "flipped_from": "1"} | then
         self._now, self._looks = {"role": "prefill", "strategy": "router", "model": "m"}, 0
+        self._other = DescribedInstance("dyn://n.c.e", 9, self._now)
 
     async def workers(self) -> list[DescribedInstance]:
         if self._looks == 0:
-            return [DescribedInstance("dyn://n.c.e", 1, self._now)]
+            return [DescribedInstance("dyn://n.c.e", 1, self._now), self._other]
         self._looks += 1
         # It is listed before it has entered its role.
-        return [DescribedInstance("dyn://n.c.e", 2, self._then | {"ready": self._looks > 3})]
+        return [DescribedInstance("dyn://n.c.e", 2, self._then | {"ready": self._looks > 3}), self._other]
 
     async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
         self._looks = 1
@@ -293,9 +290,15 @@ class Flipping:
         return self._answer
 
 
+async def flip(flipping: Flipping, instance: str, seconds: float = 5.0) -> dict[str, Any]:
+    command = Flip("decode", process=instance)
+    outcome: dict[str, Any] = await fleet.change(flipping, command, seconds, "key", FirstStages())
+    return outcome
+
+
 async def test_a_flip_is_done_when_the_worker_is_ready_in_its_new_role() -> None:
     flipping = Flipping({"warnings": ["it is small"]}, process="prefill-0")
-    outcome = await flip(flipping, Flip("decode", process="1"), 5.0)
+    outcome = await flip(flipping, "1")
     del outcome["seconds"]
     assert outcome == {
         "was": "prefill 1",
@@ -308,15 +311,19 @@ async def test_a_flip_is_done_when_the_worker_is_ready_in_its_new_role() -> None
 
 async def test_a_flip_whose_answer_was_lost_is_done_all_the_same_and_said_again_changes_nothing() -> None:
     flipping = Flipping(PeerUnavailableError("it has left"))
-    assert (await flip(flipping, Flip("decode", process="1"), 5.0))["instance"] == "2"
-    again = await flip(flipping, Flip("decode", process="2"), 5.0)
+    assert (await flip(flipping, "1"))["instance"] == "2"
+    again = await flip(flipping, "2")
     assert (again["was"], again["instance"]) == ("decode 2", "2")
 
 
 @pytest.mark.parametrize(
     ("flipping", "error", "named"),
     [
-        (Flipping({}, role="prefill"), DisaggError, "prefill 1 could not become decode, and is prefill 2"),
+        (
+            Flipping({}, role="prefill"),
+            DisaggError,
+            "prefill 1 could not become decode, and is prefill again",
+        ),
         (Flipping({}, flipped_from="7"), StageTimeoutError, "after 0.5 s prefill 1 is not decode"),
         (Flipping(InvalidRequestError("not here")), InvalidRequestError, "not here"),
     ],
@@ -325,12 +332,12 @@ async def test_a_flip_that_did_not_happen_says_so(
     flipping: Flipping, error: type[Exception], named: str
 ) -> None:
     with pytest.raises(error, match=named):
-        await flip(flipping, Flip("decode", process="1"), 0.5)
+        await flip(flipping, "1", 0.5)
 
 
 async def test_an_instance_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match="'c' is not allowed; expected one of prefill 1"):
-        await flip(Flipping({}), Flip("decode", process="c"), 5.0)
+        await flip(Flipping({}), "c")
 
 
 # -- rollout
@@ -346,7 +353,9 @@ def two_revisions(strategy: str) -> FakeDeployment:
 
 
 async def run_rollout(fake: FakeDeployment, timeout: float = 5.0) -> dict[str, Any]:
-    return await roll_out(fake, fake.why_not, ("old", "new"), timeout, 7.0, "key")
+    rollout = Rollout("new", drain_seconds=7.0)
+    outcome: dict[str, Any] = await fleet.change(fake, rollout, timeout, "key", OfFake(fake), "old")
+    return outcome
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,16 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.pages import Pages
-from trtllm_disagg import cli
-from trtllm_disagg.processes.exits import ExitCode
+from trtllm_disagg.common import cli
+from trtllm_disagg.common.exits import ExitCode
 from trtllm_disagg.strategies import orders
 from trtllm_disagg.tools.demo import both_orders
 from trtllm_disagg.tools.demo.both_orders import ChatAnswer, show_both_orders, stream_chat
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 
-ARGUMENTS = argparse.Namespace(model="m/m", question="?", max_tokens=2, engine_configs=Path("/none"))
+ARGUMENTS = argparse.Namespace(
+    model="m/m", image=None, question="?", max_tokens=2, engine_configs=Path("/none")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ def test_answer_that_fails_leaves_the_logs_and_names_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fails(*args: object, **options: object) -> ChatAnswer:
-        raise ConnectionError("the answer has failed")
+        raise ConnectionError("the request failed")
 
     monkeypatch.setattr(both_orders, "stream_chat", fails)
     with pytest.raises(ConnectionError):
@@ -97,4 +99,4 @@ def test_failed_answer_ends_with_the_frontends_reason(
     with pytest.raises(SystemExit) as ended:
         cli.main(["demo"])
     assert ended.value.code == ExitCode.FAILED
-    assert capsys.readouterr().err == f"error: the answer has failed: {reason}\n"
+    assert capsys.readouterr().err == f"error: the request failed: {reason}\n"

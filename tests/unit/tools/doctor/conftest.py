@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.unit.tools.doctor.test_rules import DECODE, PREFILL
-from trtllm_disagg.cli import main
+from trtllm_disagg.common.cli import main
 
 Files = tuple[Path, Path]
 

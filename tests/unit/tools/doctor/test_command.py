@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,6 @@ from trtllm_disagg.tools.doctor.rules import RULES
 ENGINE_CONFIGS = Path(__file__).parents[4] / "engine_configs"
 #: Of the embedded engine and of the modelled one.
 NOT_FOR_TENSORRT_LLM = ("demo", "modelled")
-
-
-@pytest.mark.parametrize("key", ["max_seq_len", "max_num_tokens"])
-def test_number_as_text_is_refused_as_the_worker_refuses_it(pair: Files, doctor: Doctor, key: str) -> None:
-    for path, content in zip(pair, (PREFILL, DECODE), strict=True):
-        path.write_text(yaml.safe_dump(content | {key: str(content.get(key, 8192))}))
-    ended = doctor(*pair)
-    assert ended.status == 1
-    assert "error worker" in ended.out
 
 
 def test_a_file_named_flags_gets_the_workers_own_checks(
@@ -133,12 +125,37 @@ def test_missing_or_invalid_yaml_file_exits_with_2(
 def test_shipped_engine_pairs_have_no_error_and_no_note_but_reuse_off(folder: Path, doctor: Doctor) -> None:
     ended = doctor(folder / "prefill.yaml", folder / "decode.yaml", "--json")
     assert ended.status == 0
-    assert json.loads(ended.out)["notes"] == (folder.name == "gpt-oss-120b")
-    for sides in (("flex", "flex"), ("flex", "decode"), ("prefill", "flex")):
-        ended = doctor(*(folder / f"{name}.yaml" for name in sides), "--json")
+    assert json.loads(ended.out)["notes"] == (folder.name in ("gpt-oss-120b", "qwen2.5-vl"))
+    for stages in (("flex", "flex"), ("flex", "decode"), ("prefill", "flex")):
+        ended = doctor(*(folder / f"{name}.yaml" for name in stages), "--json")
         rows = {row["rule"] for row in json.loads(ended.out)["rows"] if row["verdict"] != "ok"}
         # What prefill with overlap and decode without reuse have for certain.
         assert (ended.status, rows - {"overlap scheduler", "KV events"}) == (0, set())
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "lacking"),
+    [
+        ("{{ tools }}<think>", "", "--dyn-reasoning-parser, --dyn-tool-call-parser"),
+        ("{{ tools }}<think>", "DYN_TOOL_CALL_PARSER=hermes\n", "--dyn-reasoning-parser"),
+        ("{{ tools }}", "DYN_TOOL_CALL_PARSER=hermes\n", None),
+        ("{{ messages }}", "", None),
+    ],
+)
+def test_a_parser_that_the_chat_template_wants_is_missed(
+    pair: Files, tmp_path: Path, doctor: Doctor, template: str, variables: str, lacking: str | None
+) -> None:
+    (tmp_path / "worker.env").write_text(f"# Its parsers.\n{variables}")
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (row,) = (
+        row
+        for row in json.loads(doctor(*pair, "--model", tmp_path, "--json").out)["rows"]
+        if row["rule"] == "parsers"
+    )
+    expected = (
+        ("ok", "") if lacking is None else ("note", f"both: {lacking}, or in worker.env beside the files")
+    )
+    assert (row["verdict"], row["instead"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -148,8 +165,17 @@ def test_shipped_engine_pairs_have_no_error_and_no_note_but_reuse_off(folder: Pa
         ("--max-seq-len 8192", 0, "0 errors, 1 note"),
         ("--trtllm.max_seq_len 8192", 1, "error max_seq_len: decode"),
         ("--disaggregation-strategy prefill_first", 1, "error strategy"),
+        ("--engine-stall-timeout 9", 0, "note engine-stall-timeout: decode: shorter than the longest step"),
+        ("--engine-stall-timeout 900", 0, "900 s"),
     ],
-    ids=["equal", "a file beats a flag", "an override beats a file", "strategies differ"],
+    ids=[
+        "equal",
+        "a file beats a flag",
+        "an override beats a file",
+        "strategies differ",
+        "impatient",
+        "patient",
+    ],
 )
 def test_flags_of_decode_are_compared_with_its_file(
     pair: Files, doctor: Doctor, more: str, status: int, said: str
@@ -160,6 +186,23 @@ def test_flags_of_decode_are_compared_with_its_file(
     if "1 note" in said:
         told = f"note flags: decode: max_seq_len: 16384 of {pair[1]} wins over --max-seq-len 8192"
         assert "".join(told.split()) in "".join(ended.out.split())
+
+
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode", "said"),
+    [
+        ("", "--enable-multimodal --trtllm.kv_cache_config.enable_block_reuse false", ""),
+        ("--enable-multimodal", "", "decode: --enable-multimodal, which checks"),
+        ("--enable-multimodal", "--enable-multimodal", "decode: kv_cache_config.enable_block_reuse: True"),
+    ],
+)
+def test_pair_that_could_mix_up_images_is_an_error(
+    pair: Files, doctor: Doctor, of_prefill: str, of_decode: str, said: str
+) -> None:
+    given = {"--prefill-flags": of_prefill, "--decode-flags": of_decode}
+    rows = json.loads(doctor(*pair, *itertools.chain(*filter(all, given.items())), "--json").out)["rows"]
+    (row,) = (row for row in rows if row["rule"] == "images")
+    assert (row["verdict"], said in row["instead"]) == ("error" if said else "ok", True)
 
 
 def test_flags_are_compared_as_engine_arguments(pair: Files, doctor: Doctor) -> None:

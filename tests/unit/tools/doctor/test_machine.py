@@ -55,10 +55,7 @@ def test_without_files_doctor_looks_at_this_machine(doctor: Doctor) -> None:
     assert f"as uid {os.geteuid()}" in rows["MPI"]["value"] or "mpi4py is not" in rows["MPI"]["instead"]
 
 
-def test_an_exported_gpu_that_is_missing_is_an_error(
-    doctor: Doctor,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_exported_gpu_that_is_missing_is_an_error(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,5")
     ended = doctor()
     assert ended.status == 1
@@ -66,10 +63,7 @@ def test_an_exported_gpu_that_is_missing_is_an_error(
 
 
 def test_with_tensorrt_llm_two_mpis_are_an_error_beside_the_rows_of_files(
-    pair: Files,
-    doctor: Doctor,
-    machine: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Files, doctor: Doctor, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(machine, "mpich", "tensorrt_llm")
     monkeypatch.syspath_prepend(machine)
@@ -80,9 +74,7 @@ def test_with_tensorrt_llm_two_mpis_are_an_error_beside_the_rows_of_files(
 
 
 def test_the_report_has_versions_machine_and_arguments_and_no_secret(
-    pair: Files,
-    doctor: Doctor,
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Files, doctor: Doctor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (SECRETS | PLACES).items():
         monkeypatch.setenv(name, value)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from trtllm_disagg.config.worker_config import Role
-from trtllm_disagg.engine.trtllm_version import TrtllmVersion
+from trtllm_disagg.engine.trtllm_version import NEWEST_KNOWN, TrtllmVersion
 from trtllm_disagg.tools.doctor.diagnosis import diagnose
-from trtllm_disagg.tools.doctor.pair import Pair, PlannedDeployment, side_of
+from trtllm_disagg.tools.doctor.pair import Pair, Stage, settings_of, stage_of
 from trtllm_disagg.tools.doctor.rules import RULES, Finding
 
 PREFILL: dict[str, Any] = {
@@ -19,6 +19,7 @@ PREFILL: dict[str, Any] = {
     "max_num_tokens": 8192,
     "enable_chunked_prefill": True,
     "disable_overlap_scheduler": True,
+    "guided_decoding_backend": "xgrammar",
     "kv_cache_config": {"dtype": "fp8", "enable_block_reuse": True},
     "cache_transceiver_config": {
         "backend": "NIXL",
@@ -34,10 +35,14 @@ BACKEND, RUNTIME = f"{TRANSCEIVER}.backend", f"{TRANSCEIVER}.transceiver_runtime
 BUFFER, TIMEOUT = f"{TRANSCEIVER}.max_tokens_in_buffer", f"{TRANSCEIVER}.kv_transfer_timeout_ms"
 REUSE, BLOCK_SIZE = "kv_cache_config.enable_block_reuse", "kv_cache_config.tokens_per_block"
 WINDOW, EVENTS = "kv_cache_config.max_attention_window", "kv_cache_config.kv_events_config"
+HOST = "kv_cache_config.host_cache_size"
 MEMORY, CP = "kv_cache_config.free_gpu_memory_fraction", "context_parallel_size"
 ON_CPP = {RUNTIME: "CPP"}
 MTP = {"decoding_type": "MTP", "num_nextn_predict_layers": 1}
 TWO_GPUS = {"gpus": ("0", "1")}
+PIPELINED, BOUNCE = f"{TRANSCEIVER}.enable_pipelined_transfer", f"{TRANSCEIVER}.kv_cache_bounce_size_mb"
+POLICY = "kv_cache_config.block_reuse_config.policy"
+STEPS = {"enable_chunked_prefill": False, "max_num_tokens": 16384}
 #: As in TensorRT-LLM's features/helix.md.
 HELIX: dict[str, Any] = {
     "context_parallel_size": 2,
@@ -61,23 +66,25 @@ def changed(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
+def stage(role: Role, given: dict[str, Any], file: object = "f.yaml", gpus: str = "", **more: str) -> Stage:
+    version = TrtllmVersion.parse(more.pop("version", "1.3.0rc29"))
+    return stage_of(settings_of(role, (), **more), str(file), given, version, {}, gpus=tuple(gpus.split()))
+
+
 def diagnosed(
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     *,
     gpus: tuple[str, str] = ("", ""),
     version: str = "1.3.0rc29",
-    **deployment: Any,
+    kv_block_size: int | None = None,
+    environ: dict[str, str] | None = None,
+    **settings: str,
 ) -> list[Finding]:
-    asked = PlannedDeployment(TrtllmVersion.parse(version), **deployment)
-    prefill_side, decode_side = (
-        side_of(role, f"{role}.yaml", changed(base, changes or {}), None, asked, tuple(own.split()))
-        for role, base, changes, own in (
-            (Role.PREFILL, PREFILL, prefill, gpus[0]),
-            (Role.DECODE, DECODE, decode, gpus[1]),
-        )
-    )
-    return diagnose(Pair(prefill_side, decode_side, asked))
+    settings |= {"version": version}
+    first = stage(Role.PREFILL, changed(PREFILL, prefill or {}), gpus=gpus[0], **settings)
+    second = stage(Role.DECODE, changed(DECODE, decode or {}), gpus=gpus[1], **settings)
+    return diagnose(Pair(first, second, TrtllmVersion.parse(version), environ or {}, kv_block_size))
 
 
 def findings(rows: list[Finding]) -> dict[str, str]:
@@ -102,13 +109,17 @@ def both(changes: dict[str, Any]) -> dict[str, Any]:
     return prefill(changes) | decode(changes)
 
 
+def pipelined(changes: dict[str, Any]) -> dict[str, Any]:
+    return both({PIPELINED: True, **changes}) | {"schedule_style": "generation_first"}
+
+
 #: Rule, its verdict, what to write instead, and what breaks it.
 BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ("keys", "error", BLOCK_SIZE, decode({"kv_cache_config.tokens_per_blocks": 32})),
     ("keys", "error", "expected NIXL", prefill({BACKEND: "nixl"})),
     ("keys", "error", "max_batch_size: 'many'", decode({"max_batch_size": "many"})),
     ("keys", "error", "moe_config.backend", decode({"moe_config.bakend": "TRTLLM"})),
-    ("keys", "note", "prefill: frobnicate is no argument", prefill({"frobnicate": 1})),
+    ("keys", "note", "prefill: frobnicate is not an argument", prefill({"frobnicate": 1})),
     ("TensorRT-LLM", "error", "1.3.0rc22 or newer", {"version": "1.3.0rc21"}),
     ("TensorRT-LLM", "note", "up to 1.3.0rc29", {"version": "1.4.0"}),
     ("transceiver", "error", "decode: cache_transceiver_config", decode({TRANSCEIVER: None})),
@@ -118,16 +129,21 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
         "cache_transceiver_config.backend",
         prefill({**ON_CPP, BACKEND: "UCX"}) | decode(ON_CPP),
     ),
-    ("backend", "error", "NIXL or UCX on both sides", both({**ON_CPP, BACKEND: "MPI"})),
+    ("backend", "error", "NIXL or UCX on both workers", both({**ON_CPP, BACKEND: "MPI"})),
     ("backend", "note", "name the backend", decode({BACKEND: "DEFAULT"})),
     ("transceiver_runtime", "error", "the same transceiver_runtime", decode(ON_CPP)),
-    ("transceiver_runtime", "note", "decided by each worker", decode({RUNTIME: GONE})),
+    ("transceiver_runtime", "note", "each worker resolves auto", decode({RUNTIME: GONE})),
     (
         "transceiver_runtime",
         "error",
-        "PYTHON on both sides",
+        "PYTHON on both workers",
         both(ON_CPP) | {"schedule_style": "generation_first"},
     ),
+    ("pipelined transfer", "error", "--schedule-style generation_first; or", both({PIPELINED: True})),
+    ("pipelined transfer", "error", "prefill: enable_chunked_prefill: true", pipelined(STEPS)),
+    ("pipelined transfer", "error", "kv_cache_bounce_size_mb: 0", pipelined({BOUNCE: 64})),
+    ("pipelined transfer", "error", "all_reusable", pipelined({POLICY: "per_conversation"})),
+    ("kv_cache_bounce_size_mb", "note", "the same kv_cache_bounce_size_mb", prefill({BOUNCE: 64})),
     ("max_tokens_in_buffer", "error", "max_tokens_in_buffer: 16384", both({**ON_CPP, BUFFER: 4096})),
     ("max_tokens_in_buffer", "error", "a multiple of tokens_per_block", both({**ON_CPP, BUFFER: 16400})),
     ("max_tokens_in_buffer", "error", "max_tokens_in_buffer: 16384", both({**ON_CPP, BUFFER: 0})),
@@ -158,12 +174,20 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
         "prefill: enable_block_reuse",
         prefill({REUSE: False}) | {"strategy": "prefill_first"},
     ),
-    ("KV events", "error", "polls its events", decode({EVENTS: {"enable_kv_cache_events": True}})),
+    ("KV events", "error", "polls KV events", decode({EVENTS: {"enable_kv_cache_events": True}})),
     ("max_beam_width", "error", "decode: max_beam_width: 1", decode({"max_beam_width": 4})),
     ("speculative decoding", "error", "the same speculative_config", prefill({"speculative_config": MTP})),
+    ("host_cache_size", "error", "prefill: enable_block_reuse: true", prefill({HOST: 1 << 34, REUSE: False})),
+    ("host_cache_size", "note", "prefill computes the prompts", decode({HOST: 1 << 34})),
     ("max_num_tokens", "error", "max_num_tokens: 16384", prefill({"enable_chunked_prefill": False})),
+    (
+        "max_num_tokens",
+        "note",
+        "prompts above 15000 tokens are refused",
+        prefill({"enable_chunked_prefill": False, "max_num_tokens": 15000}),
+    ),
     ("max_seq_len", "error", "decode: max_seq_len: 16384", decode({"max_seq_len": 8192})),
-    ("switch", "note", "this pair cannot be switched: the same max_seq_len", decode({"max_seq_len": 32768})),
+    ("switch", "note", "set the same max_seq_len", decode({"max_seq_len": 32768})),
     ("model", "note", "two names", prefill({"model": "org/m-FP4"}) | decode({"model": "org/m-FP8"})),
     (
         "model",
@@ -185,9 +209,10 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
         "guided decoding",
         "error",
         "the same guided_decoding_backend",
-        decode({"guided_decoding_backend": "xgrammar"}),
+        decode({"guided_decoding_backend": "llguidance"}),
     ),
-    ("NIXL plugins", "error", "not /no/such/folder", {"environ": {"NIXL_PLUGIN_DIR": "/no/such/folder"}}),
+    ("guided decoding", "note", "xgrammar", both({"guided_decoding_backend": GONE})),
+    ("NIXL plugins", "error", "folder does not exist", {"environ": {"NIXL_PLUGIN_DIR": "/no/such/folder"}}),
 ]
 
 
@@ -207,8 +232,23 @@ def test_pair_with_one_fault_gets_exactly_that_finding(
 
 
 def test_every_rule_has_a_pair_that_breaks_it() -> None:
-    of_flags = {"flags", "strategy"}  # in test_command.py
+    of_flags = {"flags", "strategy", "engine-stall-timeout", "parsers", "images"}  # in test_command.py
     assert {rule.name for rule in RULES} - of_flags == {name for name, *_ in BROKEN}
+
+
+def test_pipelined_transfer_that_meets_its_conditions_is_fine() -> None:
+    assert findings(diagnosed(**pipelined({}))) == {}
+    (row,) = (row for row in diagnosed(**pipelined({"pipeline_parallel_size": 2})) if "pipelined" in row.rule)
+    assert row.instead == "pipeline_parallel_size: 1; or enable_pipelined_transfer: false"
+
+
+@pytest.mark.parametrize(
+    ("version", "runtime"), [("1.3.0rc29", "auto"), ("1.4.0rc1", "PYTHON"), ("1.4.0rc2", "PYTHON")]
+)
+def test_a_runtime_that_no_file_names_is_the_default_of_the_version(version: str, runtime: str) -> None:
+    rows = diagnosed({RUNTIME: GONE}, {RUNTIME: GONE}, version=version)
+    (row,) = (row for row in rows if row.rule == "transceiver_runtime")
+    assert set(row.values.values()) == {runtime}
 
 
 def test_older_tensorrt_llm_gets_findings_of_its_missing_features() -> None:
@@ -236,14 +276,13 @@ def test_zero_max_tokens_in_buffer_of_the_python_transceiver_has_no_finding() ->
 
 
 def test_empty_engine_files_give_notes_and_backend_nixl() -> None:
-    asked = PlannedDeployment()
-    prefill, decode = (side_of(role, f"{role}.yaml", {}, None, asked) for role in (Role.PREFILL, Role.DECODE))
-    rows = diagnose(Pair(prefill, decode, asked))
+    rows = diagnose(Pair(stage(Role.PREFILL, {}), stage(Role.DECODE, {}), NEWEST_KNOWN, {}))
     assert findings(rows) == {
         "transceiver": "note",
         "max_tokens_in_buffer": "note",
         "overlap scheduler": "note",
         "max_num_tokens": "note",
+        "guided decoding": "note",
     }
     (row,) = (row for row in rows if row.rule == "transceiver")
     assert row.values["prefill"] == "NIXL"
@@ -252,10 +291,8 @@ def test_empty_engine_files_give_notes_and_backend_nixl() -> None:
 def test_setting_that_only_the_worker_refuses_is_the_row_worker(tmp_path: Path) -> None:
     """A file that passes all rules, and that the worker refuses all the same."""
     (tmp_path / "decode.yaml").write_text("backend: _autodeploy\n")
-    asked = PlannedDeployment()
-    prefill = side_of(Role.PREFILL, "prefill.yaml", PREFILL, None, asked)
-    decode = side_of(Role.DECODE, str(tmp_path / "decode.yaml"), DECODE, None, asked)
-    rows = diagnose(Pair(prefill, decode, asked))
+    second = stage(Role.DECODE, DECODE, tmp_path / "decode.yaml")
+    rows = diagnose(Pair(stage(Role.PREFILL, PREFILL), second, NEWEST_KNOWN, {}))
     assert findings(rows) == {"worker": "error"}
     assert "expected pytorch" in rows[-1].instead or "'pytorch'" in rows[-1].instead
 

@@ -9,11 +9,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.unit.tools.conftest import MODELLED
-from trtllm_disagg import cli
+from tests.unit.tools.conftest import MODELLED, STEPS
+from trtllm_disagg.common import cli
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.plan.comparison import AtRate, LayoutComparison, LayoutResult, LayoutSimulation
-from trtllm_disagg.tools.plan.layouts import PLANNED, chosen_layouts, layouts_of
+from trtllm_disagg.tools.plan import comparison
+from trtllm_disagg.tools.plan.comparison import (
+    AtRate,
+    LayoutComparison,
+    LayoutResult,
+    LayoutSimulation,
+    compare_layouts,
+)
+from trtllm_disagg.tools.plan.modelled_gpus import Division, Engines
 from trtllm_disagg.tools.plan.simulation import ModelledWorker
 from trtllm_disagg.tools.plan.slo import DEFAULT_SLO, Slo
 from trtllm_disagg.tools.plan.workloads import BUILT_IN
@@ -21,40 +28,34 @@ from trtllm_disagg.tools.plan.workloads import BUILT_IN
 RAG = BUILT_IN["rag"]
 
 
-@pytest.fixture(scope="module")
-def simulated() -> LayoutSimulation:
+def simulated(ttft: float, tpot: float) -> LayoutSimulation:
+    """Under limits that are factors of what a lone request takes."""
     worker = ModelledWorker.of(
         {"model": "m", "max_batch_size": 2048, "max_num_tokens": 8192, "modelled": MODELLED}
     )
-    layouts = chosen_layouts(layouts_of(2), PLANNED)
-    return LayoutSimulation(layouts, RAG, dict.fromkeys(("agg", "prefill", "decode"), worker))
-
-
-def limits(simulated: LayoutSimulation, ttft: float, tpot: float) -> Slo:
-    """As factors of what a lone request takes."""
-    return Slo(ttft * simulated.first_token_ms, tpot * simulated.token_ms)
+    division = Division(
+        2, Engines(Path("m"), {"agg": {}}), dict.fromkeys(("agg", "prefill", "decode"), worker)
+    )
+    slo = Slo(
+        ttft * 1000 * worker.prefill_seconds(RAG.shape), tpot * 1000 * worker.token_seconds(RAG.shape, 1)
+    )
+    return LayoutSimulation(division, RAG, slo)
 
 
 @pytest.mark.parametrize(("factors", "layout"), [((10.0, 1.6), "1P1D prefill_first"), ((2.0, 4.0), "2 agg")])
 def test_the_layout_that_leads_keeps_the_objective_at_a_clearly_higher_rate(
-    simulated: LayoutSimulation, factors: tuple[float, float], layout: str
+    factors: tuple[float, float], layout: str
 ) -> None:
-    results = simulated.results(limits(simulated, *factors))
+    results = simulated(*factors).found().layouts
     (other,) = {"2 agg", "1P1D prefill_first"} - {layout}
     assert results[layout].rate == max(each.rate for each in results.values())
     assert results[layout].rate > 1.2 * results[other].rate
 
 
-def test_an_objective_below_what_a_request_takes_alone_is_kept_by_no_layout(
-    simulated: LayoutSimulation,
-) -> None:
-    slo = limits(simulated, 1.0, 0.9)
-    assert {each.rate for each in simulated.results(slo).values()} == {0.0}
-    assert simulated.orders(slo) == {}
-
-
 @pytest.fixture
-def flags(modelled_flags: list[str]) -> list[str]:
+def flags(modelled_flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """With a fraction of the requests: for what is said, not for how precise it is."""
+    monkeypatch.setattr(comparison, "_FEWEST_REQUESTS", 100)
     return ["plan", *modelled_flags]
 
 
@@ -68,7 +69,7 @@ def test_plan_says_what_is_compared_its_times_at_each_rate_and_what_to_run(
     rates, agg, pair, *_ = output.splitlines()[3:]
     assert rates.split() == ["requests/s", "0.5", "4", "up", "to", "tok/s/GPU"]
     # Agg's tokens wait for other prompts, so at four requests a second it does not keep the limits.
-    assert re.match(r"2 agg +\d{3} / 8\.\d+ +\d+ / [\d.]+\* +[\d.]+ +\d+ *$", agg)
+    assert re.match(r"2 agg +\d{3} / 8\.\d+ +(\d+|>10 s) / [\d.]+\* +[\d.]+ +\d+ *$", agg)
     assert re.match(r"1P1D prefill_first +\d{3} / 8\.\d+ +", pair)
     *_, own, chat = output.splitlines()
     subject = (
@@ -87,11 +88,11 @@ PREFILL, DECODE = "1P1D prefill_first", "1P1D decode_first length"
 def compared(*rates: float, orders: dict[str, AtRate] | None = None) -> LayoutComparison:
     """Under limits that agg and the pair, in each order, keep up to these rates."""
     results = {
-        name: LayoutResult(name.split()[-1], "always", rate, 1.0, 1.0, 1.0)
+        name: LayoutResult(name.split()[1], "always", 2, rate, 1.0, 1.0, 1.0)
         for name, rate in zip(("2 agg", PREFILL, DECODE), rates, strict=True)
     }
     alone, limits = (9.5, 3.0), DEFAULT_SLO
-    return LayoutComparison("m", "H200", 4, 2, "rag", "rag: 8 in", limits, *alone, results, orders or {})
+    return LayoutComparison("m", "H200", 4, "rag", "rag: 8 in", limits, *alone, results, orders or {})
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def compared(*rates: float, orders: dict[str, AtRate] | None = None) -> LayoutCo
         ((130.4, 0.0, 0), f"run 2 agg up to 130 requests/s; {PREFILL} keeps the limits at no rate"),
         (
             (4.0, 1, 4.2),
-            f"run {DECODE} or 2 agg, up to 4.2 requests/s: less than 10% apart, which the simulation",
+            f"run {DECODE} or 2 agg, up to 4.2 and 4 requests/s: less than 10% apart, too little for the simulation",
         ),
         ((0, 0, 0), "no layout keeps the limits at any rate; a lone request has TTFT 9.5 ms and TPOT 3 ms"),
     ],
@@ -131,15 +132,15 @@ BY_DECODE = AtRate(4.51, 90.0, 12.0, 0.95, 610, 40, 0.88)
         (
             (1, 4.51, 3.2),
             {PREFILL: BY_PREFILL, DECODE: BY_DECODE},
-            f"The order: {PREFILL}, because its decode steps wait for no prompts, which they do for 88% of the "
+            f"The order: {PREFILL}, because its decode steps do not wait for prompts, as they do for 88% of the "
             "requests in the other order: at 4.5 requests/s it has TTFT / TPOT 700 / 9.04 ms, and "
             f"{DECODE} 90 / 12 (up to 3.2)",
         ),
         (
             (1, 4.4, 4.51),
             {DECODE: BY_DECODE, PREFILL: BY_PREFILL},
-            f"The order: {DECODE} or {PREFILL}, less than 10% apart, which the simulation cannot tell (610 and 832 "
-            "prompt tokens computed a request, 40 and 1050 moved)",
+            f"The order: {DECODE} or {PREFILL}, less than 10% apart, too little for the simulation to separate "
+            "(610 and 832 prompt tokens computed a request, 40 and 1050 moved)",
         ),
     ],
 )
@@ -147,6 +148,48 @@ def test_the_sentence_names_the_order_and_what_it_saves(
     rates: tuple[float, ...], orders: dict[str, AtRate], said: str
 ) -> None:
     assert compared(*rates, orders=orders).sentence().endswith(f". {said}")
+
+
+def division(size: int, **steps: float) -> Division:
+    """Four GPUs in workers of this size."""
+    args = {"tensor_parallel_size": size, "max_num_tokens": 8192, "modelled": {"measured": STEPS | steps}}
+    engines = Engines(Path("m"), dict.fromkeys(("agg", "prefill", "decode"), args))
+    return Division(4, engines, engines.workers())
+
+
+def test_the_best_size_of_worker_is_found_with_its_times_and_what_the_other_sizes_do() -> None:
+    told: list[float] = []
+    sizes = [
+        division(1),
+        division(2, step_ms=2.0, prefill_token_us=15.0, decode_token_us=50.0),
+        division(4, kv_pool_tokens=100),
+    ]
+    (compared,) = compare_layouts(sizes, [RAG], Slo(ttft=2000, tpot=30), report=told.append)
+    # The pool of four GPUs does not hold the longest request.
+    assert {each.gpus_per_worker for each in compared.layouts.values()} == {1, 2}
+    assert compared.layouts[compared.best].gpus_per_worker == 2
+    assert compared.sentence().startswith(f"4 GPUs (m; {compared.description}; {compared.slo}): run ")
+    assert f"run {compared.best} " in compared.sentence()
+    shown = {name for name, each in compared.layouts.items() if each.at}
+    assert shown == {name for name in compared.layouts if name.endswith(" TP2")}
+    assert {name.removesuffix(" TP2") for name in shown} >= {"2 agg", "1P1D prefill_first", "1P1D auto"}
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+def test_a_workload_that_no_pool_holds_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'rag'.*at most 4000 tokens, the KV pool"):
+        compare_layouts([division(2, kv_pool_tokens=4000)], [RAG], Slo(ttft=500))
+
+
+def test_plan_tries_every_size_of_worker_for_a_model_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("aiconfigurator_core")
+    flags = ["--gpus", "4", "--workloads", "2000:20", "--slo", "ttft=8000", "--json"]
+    assert cli.run(["plan", "--model", "Qwen/Qwen3-235B-A22B-FP8", "--gpu", "h100_sxm", *flags]) == 0
+    (compared,) = json.loads(capsys.readouterr().out)
+    # Two GPUs do not hold the weights; four of them are one worker.
+    assert list(compared["layouts"]) == ["1 agg"]
+    assert compared["gpu"] == "H100"
 
 
 def test_a_picture_has_a_point_for_each_layout_at_each_rate(flags: list[str], tmp_path: Path) -> None:
@@ -177,6 +220,9 @@ def test_a_script_gets_rates_and_orders_as_json(flags: list[str], capsys: pytest
     ("more", "named"),
     [
         (["--workers", "1"], "--workers: '1'"),
+        (["--gpus", "4"], "--gpus: '4'.*--workers"),
+        (["--workloads", "chat", "--turns", "4"], "--workloads: 'chat'.*--turns"),
+        (["--workloads", "8:8", "--spread", "1"], "--spread: 1"),
         (["--workloads", "news"], "--workloads: 'news'"),
         (["--slo", "ttft"], "--slo: 'ttft'"),
         (
@@ -186,7 +232,7 @@ def test_a_script_gets_rates_and_orders_as_json(flags: list[str], capsys: pytest
         (["--engine-configs", "/nowhere"], "--engine-configs: '/nowhere'"),
         (["--model", "/nowhere"], "--model: '/nowhere'"),
         (["--workloads", "9000:9000"], "--workloads: '9000:9000'"),
-        (["--workloads", "chat", "--workers", "2", "--plot", "/nowhere/a.svg"], "--plot: '/nowhere/a.svg'"),
+        (["--workloads", "rag", "--workers", "2", "--plot", "/nowhere/a.svg"], "--plot: '/nowhere/a.svg'"),
     ],
 )
 def test_wrong_setting_is_refused_by_its_flag(flags: list[str], more: list[str], named: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.benchmark_scripts import script
+from benchmarks.orders import prompts_of
 from tests.unit.tools.conftest import MODELLED
 from trtllm_disagg.config.deciders import DECIDERS, Length
 from trtllm_disagg.engines.recording.result import scripted_token
@@ -157,7 +157,7 @@ def test_prompts_for_a_deployment_go_on_with_the_modelled_engines_answers_and_sh
         Ask(1.0, PROMPT + NEW, 2, (("system", PROMPT),)),
         Ask(2.0, PROMPT + 2 * NEW, 2, (("system", PROMPT), ("a", 2 * NEW))),
     ]
-    first, other, later = script("orders").prompts_of(asks, "seed")
+    first, other, later = prompts_of(asks, "seed")
     assert [len(prompt) for prompt in (first, other, later)] == [ask.prompt_tokens for ask in asks]
     assert other[:PROMPT] == first[:PROMPT] != later[NEW : PROMPT + NEW]
     answer = [scripted_token(first, place) for place in range(ANSWER)]

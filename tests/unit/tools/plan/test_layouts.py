@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.orders import chosen_layouts
 from trtllm_disagg.config.deciders import DECIDERS
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.strategies import STRATEGIES, disaggregated, worker_side
-from trtllm_disagg.tools.plan.layouts import PLANNED, chosen_layouts, layouts_of, worker_counts
+from trtllm_disagg.strategies import STRATEGIES, run_by_workers
+from trtllm_disagg.tools.plan.layouts import layouts_of, planned_layouts, worker_counts
 
 
 @pytest.mark.parametrize(("workers", "gpus_each"), [(2, 1), (4, 1), (4, 8)])
@@ -20,21 +21,10 @@ def test_every_layout_has_the_same_gpus_and_all_workers(workers: int, gpus_each:
 def test_every_strategy_and_every_decider_of_the_tables_is_a_layout() -> None:
     layouts = layouts_of(4)
     assert {layout.strategy for layout in layouts} == set(STRATEGIES)
-    chosen = {layout.flags[-1] for layout in layouts if "--prefill-decider" in layout.flags}
-    assert chosen == set(DECIDERS) - {"always"}
+    assert {layout.decider for layout in layouts} == set(DECIDERS)
     pairs = {(each.prefill_workers, each.decode_workers) for each in layouts if each.strategy == "router"}
     assert pairs == {(1, 3), (2, 2), (3, 1)}
     assert len({layout.name for layout in layouts}) == len(layouts)
-
-
-def test_only_strategies_whose_workers_call_get_flags_of_orchestration() -> None:
-    for layout in layouts_of(2):
-        assert bool(layout.flags) == (layout.strategy in worker_side())
-
-
-def test_without_patterns_each_strategy_is_there_once() -> None:
-    names = [layout.name for layout in chosen_layouts(layouts_of(2))]
-    assert names == ["2 agg", *(f"1P1D {name}" for name in disaggregated())]
 
 
 def test_a_pattern_that_fits_no_layout_is_refused_with_the_layouts() -> None:
@@ -43,14 +33,16 @@ def test_a_pattern_that_fits_no_layout_is_refused_with_the_layouts() -> None:
 
 
 def test_one_worker_cannot_be_divided() -> None:
-    with pytest.raises(ConfigError, match="--workers: 1"):
-        layouts_of(1)
+    assert [each.name for each in layouts_of(1, 8)] == ["1 agg"]
 
 
 def test_plan_has_agg_and_each_order_with_every_number_of_workers_of_a_role() -> None:
-    planned = chosen_layouts(layouts_of(3, 2), PLANNED)
+    planned = planned_layouts(3, 2)
     assert {layout.workers for layout in planned} == {"3 agg", "1P2D", "2P1D"}
-    assert {layout.strategy for layout in planned} == {"agg", *worker_side()}
+    assert {layout.strategy for layout in planned} == {"agg", *run_by_workers()}
+    assert [each.name for each in planned if each.prefill_workers == 2] == [
+        *("2P1D prefill_first", "2P1D decode_first length", "2P1D auto")
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "1", "2,x", "-2", "2,1001"])

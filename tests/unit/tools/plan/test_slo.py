@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.plan.slo import DEFAULT_SLO, Slo, slo_of
+from trtllm_disagg.tools.plan.slo import Slo
 
 
 def test_every_limit_that_is_given_is_kept() -> None:
@@ -33,7 +33,3 @@ def test_invalid_slo_is_refused_with_what_is_allowed(text: str, named: str) -> N
         Slo.parse(text)
     assert named in str(refused.value)
     assert "--slo" in str(refused.value)
-
-
-def test_without_a_value_the_limits_are_those_of_a_chat() -> None:
-    assert slo_of(None) == DEFAULT_SLO == Slo(ttft=500, tpot=30)

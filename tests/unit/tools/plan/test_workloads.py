@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
 
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.tools.plan.workloads import BUILT_IN, Ask, chosen_workloads, trace
+from trtllm_disagg.tools.plan.workloads import BUILT_IN, Ask, Traffic, chosen_workloads, rates_of, trace
 
 
 @pytest.mark.parametrize("name", list(BUILT_IN))
@@ -31,8 +32,8 @@ def test_a_turn_of_an_agent_begins_with_the_system_prompt_and_its_own_turns_and_
     last: dict[Hashable, Ask] = {}
     asks = BUILT_IN["agentic"].asks(4.0, 120)
     for ask in asks:
-        (system, common), (session, own) = ask.parts
-        assert (system, common, common + own) == ("system", 2048, ask.prompt_tokens)
+        (_, common), (session, own) = ask.parts
+        assert (common, common + own) == (2048, ask.prompt_tokens)
         if before := last.get(session):
             assert own > before.parts[1][1] + before.output_tokens
         last[session] = ask
@@ -43,15 +44,6 @@ def test_a_burst_arrives_at_once_and_a_point_has_ten_of_them() -> None:
     bursts = BUILT_IN["bursts"]
     assert len({ask.arrival for ask in bursts.asks(4.0, 48)}) == 3
     assert (bursts.at_least(20), BUILT_IN["chat"].at_least(20)) == (160, 20)
-
-
-@pytest.mark.parametrize("name", ["chat", "rag", "reasoning", "bursts"])
-def test_aiperf_gets_the_mean_lengths_of_the_simulation(name: str) -> None:
-    traffic = BUILT_IN[name]
-    flags = dict(zip(traffic.aiperf[::2], traffic.aiperf[1::2], strict=True))
-    shape = traffic.shape
-    assert (float(flags["--isl"]), float(flags["--osl"])) == (shape.input_tokens, shape.output_tokens)
-    assert ("--arrival-smoothness" in flags) == (name == "bursts")
 
 
 def test_a_prompt_of_a_trace_has_a_part_for_each_hash(tmp_path: Path) -> None:
@@ -67,8 +59,7 @@ def test_a_prompt_of_a_trace_has_a_part_for_each_hash(tmp_path: Path) -> None:
     assert first.parts == ((1, 512), (2, 512), (3, 276))
     assert second.parts == ((1, 512), (2, 512))
     assert (first.arrival, second.arrival) == (0.0, 0.5)
-    # AIPerf gets those that fit, and none of them twice.
-    assert ([line.timestamp for line in traffic.lines], traffic.at_least(100)) == ([1000, 3000], 2)
+    assert traffic.at_least(100) == 2
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
@@ -98,8 +89,32 @@ def test_invalid_trace_is_refused_by_name(tmp_path: Path, content: bytes | None,
 
 
 def test_unknown_and_too_long_workloads_are_refused_by_name() -> None:
-    assert list(chosen_workloads(None, None, 1 << 17)) == list(BUILT_IN)
+    assert list(chosen()) == list(BUILT_IN)
     with pytest.raises(ConfigError, match=r"--workloads: 'news'.*chat"):
-        chosen_workloads("chat,news", None, 1 << 17)
+        chosen("chat,news")
     with pytest.raises(ConfigError, match=r"--workloads: 'rag'.*4096"):
-        chosen_workloads("chat,rag", None, 4096)
+        chosen("chat,rag", longest=4096)
+
+
+def chosen(names: str | None = None, longest: int = 1 << 17, **own: object) -> dict[str, Traffic]:
+    return chosen_workloads(argparse.Namespace(workloads=names, trace=None, **own), longest)
+
+
+def test_turns_a_shared_prefix_and_the_spread_of_lengths_are_flags() -> None:
+    (traffic,) = chosen("500:100", turns=10, shared_prefix=3000, spread=0.0).values()
+    asks = [ask for ask in traffic.asks(2.0, 200) if ask.parts[1][0] == (7, 0)]
+    assert [ask.prompt_tokens for ask in asks] == [3500 + 600 * turn for turn in range(10)]
+    assert {ask.parts[0] for ask in asks} == {(0, 3000)}
+    assert traffic.shape.input_tokens == 3500 + 600 * 4.5
+    assert traffic.longest == asks[-1].prompt_tokens + 100
+    # What does not vary fits exactly.
+    assert chosen("16284:100", longest=16384, spread=0.0)
+    with pytest.raises(ConfigError, match=r"up to 20480, since lengths vary"):
+        chosen("16284:100", longest=16384)
+
+
+@pytest.mark.parametrize("text", ["", "0", "a", "1,-2", "nan", "1e9"])
+def test_wrong_rates_are_refused(text: str) -> None:
+    assert rates_of("4,2,4") == (2.0, 4.0)
+    with pytest.raises(ConfigError, match="--rates"):
+        rates_of(text)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from trtllm_disagg import cli
-from trtllm_disagg.console import Console
+from trtllm_disagg.common import cli
+from trtllm_disagg.common.console import Console
 from trtllm_disagg.tools.top import frame
 from trtllm_disagg.tools.top.snapshot import (
     SILENT,
@@ -69,11 +69,11 @@ def test_live_frame_fits_80_columns_and_shows_workers_rates_and_events() -> None
     assert len(shown) <= 24
     rows = {line.split()[0]: line.split() for line in shown if line.strip()}
     assert rows["prefill-0"][1:4] == ["no", "answer", "-"]
-    assert rows["decode-0"] == ["decode-0", "ready", "9", "0", "25%", "0", "-", "50", "1"]
+    assert rows["decode-0"] == ["decode-0", "ready", "9", "0", "25%", "0", "-", "50", "1", "-"]
     text = "\n".join(shown)
     for event in (
-        "the order is prefill_first now (it was decode_first)",
-        "prefill-0 does not answer any more",
+        "the order is now prefill_first (was decode_first)",
+        "prefill-0 no longer answers",
         "decode-0: circuit breaker open for 1 worker",
         "decode-0: instance 1aa failed 3 times in a row",
     ):
@@ -109,6 +109,18 @@ def test_live_frame_of_any_width_has_only_complete_columns(width: int, last: str
     assert any(last in line for line in shown if line.startswith("prefill-11"))
 
 
+def test_instance_ids_are_in_a_single_frame_and_where_a_live_one_has_room_for_all() -> None:
+    history, some_id = History(), "b3d8f67b1b9e427a"
+    history.add(replace(FIRST, processes=(replace(FIRST.processes[1], instance=some_id),)))
+    assert any(some_id in line for line in lines(history, 100))
+    narrow = lines(history, 80)
+    assert not any(some_id in line for line in narrow)
+    assert any("doing" in line for line in narrow)
+    out = io.StringIO()
+    frame.print_frame(history.last, Console(out, paper=100))
+    assert some_id in out.getvalue()
+
+
 def test_a_worker_that_does_not_answer_has_no_rate() -> None:
     history = History()
     for at, seen in enumerate((FIRST, FIRST, SECOND)):
@@ -137,10 +149,10 @@ def test_latencies_and_rates_are_of_the_window_and_a_frontend_that_began_anew_is
     [
         (replace(FIRST, doubt="`up` does not answer: gone"), "`up` does not answer: gone"),
         (replace(FIRST, processes=FIRST.processes[:2]), "decode-0 has left"),
-        (replace(FIRST, processes=(*FIRST.processes, worker("decode-1"))), "decode-1 is new, ready"),
+        (replace(FIRST, processes=(*FIRST.processes, worker("decode-1"))), "decode-1 appeared, ready"),
         (
             replace(FIRST, processes=(*FIRST.processes[:2], replace(FIRST.processes[2], pid=8))),
-            "decode-0 was started again: pid 8",
+            "decode-0 restarted: pid 8",
         ),
     ],
 )
@@ -177,7 +189,7 @@ def test_a_frame_fits_80_columns_and_has_colours_on_a_terminal_only(monkeypatch:
         ([], "one of --run-dir DIR and --url URL"),
         (["--run-dir", "a", "--url", "http://b"], "one of --run-dir DIR and --url URL"),
         (["--run-dir", "a", "--json"], "add --once"),
-        (["--run-dir", "a", "--once", "--interval", "0"], "--interval: 0.0 is not allowed"),
+        (["--run-dir", "a", "--once", "--interval", "0"], "--interval: '0' is not allowed"),
         (["--run-dir", "a"], "the live screen needs a terminal; --once prints one frame"),
     ],
 )

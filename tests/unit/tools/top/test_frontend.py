@@ -126,7 +126,7 @@ def test_server_that_is_no_frontend_exits_with_2_and_the_reason(
 ) -> None:
     pages.pages["/v1/models"] = (200, "<html>")
     assert status_of("--url", pages.url) == 2
-    assert "what is there has no list of models" in capsys.readouterr().err
+    assert "this server lists no models" in capsys.readouterr().err
 
 
 DEEP = '{"x":' + "[" * 100_000
@@ -135,7 +135,7 @@ DEEP = '{"x":' + "[" * 100_000
 @pytest.mark.parametrize("id", ["\x1b[31mred", "\ud800", "two\nlines"])
 def test_model_that_no_terminal_can_show_is_no_list_of_models(pages: Pages, id: str) -> None:
     pages.pages["/v1/models"] = (200, {"data": [{"id": id}]})
-    with pytest.raises(ConfigError, match="what is there has no list of models"):
+    with pytest.raises(ConfigError, match="this server lists no models"):
         FrontendClient(pages.url, 5).models()
 
 
@@ -143,7 +143,7 @@ def test_pages_of_a_server_that_is_no_frontend_are_refused_or_unknown(pages: Pag
     frontend = FrontendClient(pages.url, 5)
     pages.pages |= dict.fromkeys(("/v1/models", "/health", "/v1/completions"), (200, DEEP))
     pages.pages["/metrics"] = (200, METRICS.replace("4096", "9" * 5000))
-    with pytest.raises(ConfigError, match="what is there has no list of models"):
+    with pytest.raises(ConfigError, match="this server lists no models"):
         frontend.models()
     assert (frontend.instances(), frontend.sizes("demo")) == (None, Sizes(32, None))
     with pytest.raises(ProbeFailedError, match="recursion"):

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from trtllm_disagg.common.machine import birth
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.top import observers
 from trtllm_disagg.tools.top.observers import RunDirObserver, frontend_of, load_of, observer_of
 from trtllm_disagg.tools.top.snapshot import DEAD, EMPTY, SILENT, Histogram, WorkerLoad, latency
+from trtllm_disagg.tools.up import http
 from trtllm_disagg.tools.up.run_dir import ProcessRecord, RunDir
 
 PAGE = """
@@ -32,6 +33,7 @@ dynamo_component_kvstats_total_blocks{dp_rank="1"} 100.0
 trtllm_disagg_requests_total{fallback="none",strategy="decode_first"} 7.0
 trtllm_disagg_requests_total{fallback="local",strategy="local"} 2.0
 """
+DESCRIPTION = '{"instance": "1a2b", "role": "prefill", "strategy": "decode_first", "model": "m"}'
 
 
 def test_load_sums_ranks_and_leaves_missing_metrics_unknown() -> None:
@@ -95,8 +97,9 @@ def record(name: str, port: int, *, pid: int = os.getpid(), state: str = "ready"
 @asynccontextmanager
 async def worker_page(host: str = "127.0.0.1") -> AsyncIterator[int]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(f"HTTP/1.0 200 OK\r\nContent-Length: {len(PAGE)}\r\n\r\n{PAGE}".encode())
+        asked = await reader.readuntil(b"\r\n\r\n")
+        body = DESCRIPTION if asked.startswith(b"POST /engine/") else PAGE
+        writer.write(f"HTTP/1.0 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
         writer.close()
 
     server = await asyncio.start_server(answer, host, 0)
@@ -114,7 +117,7 @@ def frozen_page() -> Iterator[int]:
 async def test_a_frozen_worker_a_dead_one_and_an_up_that_is_gone_show_as_such_beside_a_sound_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observers, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(http, "TIMEOUT_SECONDS", 0.3)
     run_dir = RunDir.claim(tmp_path / "run")
     gone = 2**22 + 1
     async with worker_page() as sound:
@@ -132,7 +135,8 @@ async def test_a_frozen_worker_a_dead_one_and_an_up_that_is_gone_show_as_such_be
     assert states == {"prefill-0": "ready", "decode-0": SILENT, "decode-1": DEAD, "decode-2": "starting"}
     assert seen.processes[0].load.batch == 3
     assert seen.processes[1].load == WorkerLoad()
-    assert seen.doubt == "its `up` starts, stops or has ended"
+    assert [each.instance for each in seen.processes] == ["1a2b", None, None, None]
+    assert seen.doubt == "`up` is starting, stopping or gone"
 
 
 async def test_an_up_that_is_frozen_costs_a_look_its_deadline_also_when_its_socket_is_full(
@@ -179,8 +183,8 @@ async def test_the_first_look_reads_the_page_of_a_frontend_at_another_address(
     host = "127.0.0.2"
     run_dir = RunDir.claim(tmp_path / "run")
 
-    def describe(*_: object, seconds: float) -> dict[str, str]:
-        time.sleep(seconds / 10)  # in a thread, as long as a busy `up` may take
+    def describe(*_: object, deadline: float) -> dict[str, str]:
+        time.sleep(deadline / 10)  # in a thread, as long as a busy `up` may take
         return {"url": f"http://{host}:{port}"}
 
     monkeypatch.setattr(observers, "send_to_up", describe)

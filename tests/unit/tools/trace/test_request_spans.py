@@ -26,8 +26,6 @@ from trtllm_disagg.errors import DisaggError, PeerUnavailableError
 from trtllm_disagg.handlers.local import LocalDecode, LocalPrefill
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.handlers.trace import REQUEST_TRACE_PREFIX
-from trtllm_disagg.prefill_queue.messages import Claim
-from trtllm_disagg.prefill_queue.queue_client import note_claim
 from trtllm_disagg.strategies import spec_of
 from trtllm_disagg.tools.trace.reading import Node, Trace, read_traces
 from trtllm_disagg.tracing.spans import RequestClock
@@ -131,15 +129,14 @@ async def test_one_worker_alone_has_one_span_for_its_engine() -> None:
     }
 
 
-async def test_an_engines_spans_are_recorded_once_for_all_choices() -> None:
+async def test_choices_are_in_the_trace_of_the_first_one() -> None:
     got, engine = Batches(), recording_engine()
-    slow = SlowEngine(first_scheduled_time=0.02, first_token_time=0.01)
-    engine.llm.scripts.append(slow.script)
-    await slow.open()
     generate = build_generate(WorkerConfig(model="org/model"), engine, RecordingStageClient())
-    asked = request(sampling_options={"n": 3})
-    await collect(logged(generate, "agg", tracer=tracer_into(got)), asked)
-    assert [span.name for span in got.spans].count("compute") == 1
+    await collect(logged(generate, "agg", tracer=tracer_into(got)), request(sampling_options={"n": 3}))
+    (first,) = [span for span in got.spans if span.name == "request" and span.parent_id is None]
+    others = [span for span in got.spans if span.name == "request" and span.parent_id == first.span_id]
+    assert len(others) == 2
+    assert {span.trace_id for span in got.spans} == {first.trace_id}
 
 
 async def test_frontends_trace_continues_in_worker_spans_and_engine_headers() -> None:
@@ -289,21 +286,10 @@ async def test_longest_time_between_two_tokens_is_recorded_with_its_position(
     assert told["trtllm_disagg.longest_gap_after_tokens"] == (8 if is_last else 6)
 
 
-async def test_claim_of_a_queued_prefill_records_a_queue_wait_span() -> None:
-    """`--prefill-dispatch queue`: from the push to the worker that takes it."""
-    got = Batches()
-    root = tracer_into(got).begin("request", "r", None, None)
-    asked = msgspec.structs.replace(request(), step=root)
-    note_claim(asked, time.monotonic() - 0.0001, Claim("0" * 32, 1, 0x1A))
-    root.end()
-    assert got.named("request").span_id == got.named("queue_wait").parent_id
-    assert got.named("queue_wait").attributes == {"instance": "1a"}
-
-
 async def test_a_handoff_that_no_decode_took_is_drained_in_a_span_after_the_request() -> None:
     got = Batches()
     root = tracer_into(got).begin("request", "r", None, None)
-    asked = msgspec.structs.replace(request(), step=root)
+    asked = msgspec.structs.replace(request(), span=root)
     handoff = await LocalPrefill(recording_engine())(asked, FakeContext())
     root.end()
     LocalDecode(recording_engine(), repeats_first_token=True).drain(asked.with_handoff(handoff))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tracing import write
-from trtllm_disagg.cli import run
+from trtllm_disagg.common.cli import run
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.trace.reading import read_traces
 from trtllm_disagg.tools.trace.waterfall import waterfall
@@ -169,7 +169,7 @@ def test_a_request_of_which_only_the_prefill_is_written_is_not_the_last_one(
     assert shown(capsys, "--run-dir", run_dir)[0].startswith("request id-2: ")
     assert shown(capsys, "--run-dir", run_dir, "--slowest", "9")[0].startswith("request id-1: ")
     asked = shown(capsys, "--run-dir", run_dir, "id-9")
-    assert asked[0] == "request id-9: 70.0 ms, its end is not written yet"
+    assert asked[0] == "request id-9: 70.0 ms, not ended yet"
 
 
 @pytest.fixture
@@ -221,7 +221,9 @@ def test_trace_html_and_svg_load_nothing_else(run_dir: Path) -> None:
         assert not re.search("<script|src=|url\\(http|<link", text)
         assert re.findall(r"id-\d", re.sub('title="[^"]*"', "", text)) == requests
     ET.parse(picture)
-    # What is known of a span is shown when the mouse is on its row.
+    parts = picture.read_text().split("@media (prefers-color-scheme: dark)")
+    light, dark = (re.findall(r"-r\d+ \{ fill", part) for part in parts)
+    assert light == dark != []
     (row,) = (line for line in page.read_text().splitlines() if "kv_transfer: 440.0 ms from 26.0 ms" in line)
     assert row.startswith('<div title="decode-0 kv_transfer: ')
     assert "kv_transfer.bytes: 49152" in page.read_text()
@@ -246,11 +248,6 @@ def test_perfetto_file_has_complete_events_that_nest_in_named_processes(run_dir:
             begin = max(one["ts"], other["ts"])
             end = min(one["ts"] + one["dur"], other["ts"] + other["dur"])
             assert begin >= end or end - begin == pytest.approx(min(one["dur"], other["dur"]))
-
-
-def test_flag_that_is_gone_is_refused_with_what_to_use(run_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--compare is gone since 0\.2: .*--perfetto"):
-        run(["trace", "--run-dir", str(run_dir), "--compare", "id-0"])
 
 
 def test_a_collectors_file_is_read_as_well(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,11 +306,11 @@ def test_transfer_of_another_version_is_left_out(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["id-7"], r"REQUEST_ID.*id-7.*one of 3 requests.*id-0, id-1, id-2"),
+        (["id-7"], r"REQUEST_ID.*id-7.*one of the 3 traced requests.*id-0, id-1, id-2"),
         (["--last", "0"], r"'0' is not allowed; expected a number from 1"),
         (["--last", "2", "--slowest", "2"], "not allowed with"),
         (["--last", "2", "--html", "x.svg"], r"--html.*x\.svg.*\.html for more than one"),
-        (["--html", "x.html", "--json"], "--html, --perfetto and --json: give one of them"),
+        (["--html", "x.html", "--json"], "give only one of --html, --perfetto and --json"),
         (["--html", "/nowhere/x.html"], "--html: '/nowhere/x.html' is not allowed; .*No such file"),
     ],
 )
@@ -332,7 +329,7 @@ def test_a_directory_that_is_no_run_directory_is_an_error(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"--otlp-file.*nowhere.*a file of OTLP/JSON"):
         run(["trace", "--otlp-file", str(tmp_path / "nowhere")])
     (tmp_path / "traces").mkdir()
-    with pytest.raises(ConfigError, match="no request was traced"):
+    with pytest.raises(ConfigError, match="no request has been traced"):
         run(["trace", "--run-dir", str(tmp_path)])
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from tests.support.commanded_up import tell, worker_config
-from trtllm_disagg.admin.commands import Describe, Scale, Set
+from trtllm_disagg.admin.commands import Set
+from trtllm_disagg.common.machine import birth
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.up import command_socket
 from trtllm_disagg.tools.up.command_socket import (
     COMMAND_SOCKET,
@@ -31,6 +31,7 @@ from trtllm_disagg.tools.up.command_socket import (
     send_to_up,
     serving_commands,
 )
+from trtllm_disagg.tools.up.commands import Describe, Scale
 from trtllm_disagg.tools.up.plan import Backoff
 from trtllm_disagg.tools.up.run_dir import ProcessRecord, RunDir
 from trtllm_disagg.tools.up.status import Status
@@ -139,7 +140,7 @@ async def test_silent_command_connection_is_refused_and_closed(
 ) -> None:
     monkeypatch.setattr(command_socket, "IDLE_SECONDS", 0.2)
     for half in (b"", b'{"command":'):
-        assert "none came within 0.2 s" in (await asyncio.to_thread(say, supervisor, half))["refused"]
+        assert "no line within 0.2 s" in (await asyncio.to_thread(say, supervisor, half))["refused"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -185,7 +186,7 @@ def test_a_command_for_an_up_that_starts_says_when_to_try_again(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (b'{"done": {"strat', "ended before it had done this"),
+        (b'{"done": {"strat', "ended before this was done"),
         *(
             (line, "does not answer as one of version")
             for line in (
@@ -215,5 +216,5 @@ def test_answer_that_no_up_of_this_version_gives_is_an_error(
 
         replied = other.submit(reply)
         with pytest.raises(DisaggError, match=said):
-            send_to_up(tmp_path, Describe(), seconds=20)
+            send_to_up(tmp_path, Describe(), deadline=20)
         replied.result()

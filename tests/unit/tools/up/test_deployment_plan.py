@@ -9,12 +9,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.deployments import ROOT
 from trtllm_disagg import DYNAMO_VERSION
 from trtllm_disagg.config.args import parse_worker_flags
 from trtllm_disagg.config.worker_config import SETTINGS
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.strategies import STRATEGIES, spec_of, worker_side
+from trtllm_disagg.strategies import STRATEGIES, run_by_workers, spec_of
 from trtllm_disagg.tools.up.lifecycle import prepare
 from trtllm_disagg.tools.up.plan import (
     BEYOND_DRAIN_SECONDS,
@@ -27,7 +26,6 @@ from trtllm_disagg.tools.up.plan import (
     stop_order,
 )
 from trtllm_disagg.tools.up.status import Status
-from trtllm_disagg.tools.up.up_command import engine_configs_in
 
 
 @pytest.fixture
@@ -66,17 +64,6 @@ def test_deployment_has_a_frontend_and_workers_of_each_role_that_publish(
     assert frontend.ports == {"http": 8123}
 
 
-def test_workers_get_the_variables_beside_their_engine_config_unless_they_are_set(
-    config: DeploymentConfig,
-) -> None:
-    files = engine_configs_in(ROOT / "engine_configs" / "gpt-oss-120b", "agg")
-    specs = specs_of(replace(config, strategy="agg", engine_configs=files), NCCL_GRAPH_REGISTER="1")
-    spec = specs["agg-0"]
-    worker = parse_worker_flags(spec.argv[len(config.worker_command) :], spec.env)
-    assert (worker.reasoning_parser, worker.tool_call_parser) == ("gpt_oss", "harmony")
-    assert (spec.env["OVERRIDE_QUANT_ALGO"], spec.env["NCCL_GRAPH_REGISTER"]) == ("W4A8_MXFP4_MXFP8", "1")
-
-
 def test_all_processes_share_discovery_and_planes_whatever_the_environment_says(
     config: DeploymentConfig,
 ) -> None:
@@ -93,6 +80,12 @@ def test_all_processes_share_discovery_and_planes_whatever_the_environment_says(
         assert "OMP_NUM_THREADS" not in spec.env, "weights load with all cores"
     assert specs_of(config)["frontend"].env["DYN_MIGRATION_LIMIT"] == "3"
     assert specs_of(config)["frontend"].env["DYN_DISABLE_FRONTEND_ADMIN_API"] == "1"
+
+
+def test_images_have_room_in_a_body_and_a_flag_on_each_worker(config: DeploymentConfig) -> None:
+    frontend, *workers = specs_of(replace(config, max_seq_len=2048, images=True)).values()
+    assert frontend.env[BODY_LIMIT] == "18"
+    assert all("--enable-multimodal" in spec.argv for spec in workers)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +107,9 @@ def test_the_frontend_takes_no_body_that_is_much_longer_than_a_prompt(
     )
 
 
-@pytest.mark.parametrize("environ", [{}, {"HOME": ""}])
+@pytest.mark.parametrize("environ", [{}, {"HOME": ""}, {"HOME": "/nowhere"}])
 @pytest.mark.parametrize("entry", ["writable", "missing", "none"])
-def test_processes_have_a_home_also_where_the_environment_names_none(
+def test_processes_have_a_home_that_they_can_write_to(
     config: DeploymentConfig,
     environ: dict[str, str],
     entry: str,
@@ -129,7 +122,8 @@ def test_processes_have_a_home_also_where_the_environment_names_none(
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=homes[entry]))
     found = {spec.env["HOME"] for spec in specs_of(config, **environ).values()}
     assert found == {str(tmp_path if entry == "writable" else config.run_dir)}
-    assert {spec.env["HOME"] for spec in specs_of(config, HOME="/mine").values()} == {"/mine"}
+    mine = str(tmp_path.parent)
+    assert {spec.env["HOME"] for spec in specs_of(config, HOME=mine).values()} == {mine}
 
 
 def test_settings_reach_the_command_lines(config: DeploymentConfig) -> None:
@@ -172,7 +166,7 @@ def test_base_url_can_be_used_by_a_client_on_this_machine(
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_stop_order_covers_every_role_once_and_ends_with_what_all_need(strategy: str) -> None:
     roles = [role for wave in stop_order(strategy) for role in wave]
-    assert sorted(roles) == sorted(["nats", "frontend", *spec_of(strategy).roles])
+    assert sorted(roles) == sorted(["nats", "frontend", "autoscale", *spec_of(strategy).roles])
     assert roles[-2:] == ["frontend", "nats"]
 
 
@@ -190,7 +184,7 @@ def test_stop_order_covers_every_role_once_and_ends_with_what_all_need(strategy:
         ({"prefill_dispatch": "kafka"}, "--prefill-dispatch: 'kafka' .* one of direct, queue"),
         (
             {"prefill_dispatch": "queue", "strategy": "router"},
-            f"--prefill-dispatch: 'queue' .* --strategy {' or '.join(worker_side())}, not router",
+            f"--prefill-dispatch: 'queue' .* --strategy {' or '.join(run_by_workers())}, not router",
         ),
         ({"strategy": "agg", "next_router": "kv"}, "--next-router: 'kv' .*not agg"),
     ],
@@ -254,7 +248,7 @@ async def test_stop_waits_as_long_as_the_workers_drain(
     await supervisor.kill()
     assert supervisor.config.stop_seconds == expected + BEYOND_DRAIN_SECONDS
     assert replace(supervisor.config, stop_timeout=2.0).stop_seconds == 2.0
-    # `bench overhead` runs workers of others, which have no such flag.
+    # benchmarks/overhead.py runs workers of others, which have no such flag.
     argv = next(process.spec.argv for process in supervisor.processes if process.spec.role == "agg")
     assert ("--drain-seconds" in argv) == (drain_seconds is not None)
 

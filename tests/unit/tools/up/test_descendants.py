@@ -15,11 +15,11 @@ import pytest
 
 from tests.support.commanded_up import tell
 from tests.support.deployments import wait_until
-from trtllm_disagg.admin.commands import Scale
+from trtllm_disagg.common.machine import birth
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.up.brokers import EventBroker
 from trtllm_disagg.tools.up.command_socket import serving_commands
+from trtllm_disagg.tools.up.commands import Scale
 from trtllm_disagg.tools.up.gpus import GpuNeeds, Gpus
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.orphan_reaper import PROCESS_VARIABLE, kill_marked
@@ -191,7 +191,7 @@ async def test_worker_dies_once_although_the_sweep_of_its_late_start_outlasts_th
     status = Notes()
     sweep = EndlessSweep(monkeypatch)
     monkeypatch.setattr(f"{SUPERVISOR}.is_ready", all_but_the_second_start)
-    backoff = Backoff(first=1.0, most=1.0)
+    backoff = Backoff(first=1.0, max_delay=1.0)
     async with supervising(tmp_path, status, 0.3, startup_timeout=0.5, backoff=backoff) as supervisor:
         watching = asyncio.create_task(supervisor.watch())
         worker = await added(supervisor, ProcessSpec("decode-0", "decode", IDLE))

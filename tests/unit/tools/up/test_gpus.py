@@ -51,7 +51,8 @@ def gpus(
     config: DeploymentConfig, environ: dict[str, str] | None = None, present: tuple[str, ...] = ()
 ) -> Gpus:
     machine = {index: f"GPU-{index}f" for index in present}
-    return gpus_of(worker_arguments(config), config.gpu_devices, environ or {}, lambda: machine)
+    workers = dict(worker_configs(worker_arguments(config), environ or {}))
+    return gpus_of(workers, config.gpu_devices, environ or {}, lambda: machine)
 
 
 def planned(config: DeploymentConfig, **kwargs: Any) -> dict[str, str | None]:

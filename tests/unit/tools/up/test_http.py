@@ -121,7 +121,7 @@ async def test_an_answer_that_is_too_long_is_not_kept(
 ) -> None:
     assert await http.get("127.0.0.1", server.http.server_port, "/") == (200, b"ok")
     assert await ask(server.url(), SECONDS) == (200, b"ok")
-    monkeypatch.setattr(http, "MOST_BYTES", 1)
+    monkeypatch.setattr(http, "MAX_BYTES", 1)
     assert await http.get("127.0.0.1", server.http.server_port, "/") == (0, b"")
     with pytest.raises(OSError, match="an answer of more than"):
         await ask(server.url(), SECONDS)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.told_workers import Running, running
-from trtllm_disagg.admin.commands import Describe, Flip, Rollout, Scale, Switch
+from tests.support.described_workers import Running, running
+from trtllm_disagg.admin.commands import Flip, Set, Switch
+from trtllm_disagg.common.interpreter import python
 from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
-from trtllm_disagg.processes.interpreter import python
 from trtllm_disagg.tools.up import look
+from trtllm_disagg.tools.up.commands import Describe, Rollout, Scale
 from trtllm_disagg.tools.up.reconcile import Phase
 
 
@@ -46,7 +47,7 @@ async def test_a_scale_beside_a_flip_counts_the_worker_in_its_new_role(tmp_path:
 async def test_a_flip_whose_command_ended_first_is_known_and_a_restart_keeps_the_role(tmp_path: Path) -> None:
     async with running(tmp_path, decode_workers=2) as up:
         (up.faults / "slow").touch()
-        with pytest.raises(StageTimeoutError, match=r"not done after 0\.3 s"):
+        with pytest.raises(StageTimeoutError, match=r"not finished after 0\.3 s"):
             await up.tell(Flip("prefill", process="decode-0"), deadline=0.3)
         (up.faults / "slow").unlink()
         await up.until(lambda: up.roles()["decode-0"] == "prefill" and as_wanted(up))
@@ -87,6 +88,19 @@ async def test_a_switch_reaches_a_worker_that_comes_late_and_is_told_by_describe
         again = await up.tell(Switch("prefill_first"))
         assert again["seconds"] is None
         assert json.loads((tmp_path / "run" / "wanted.json").read_text())["strategy"] == "prefill_first"
+
+
+async def test_thresholds_reach_workers_that_serve_and_those_that_start_again_or_later(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path, decode_workers=2) as up:
+        told = await up.tell(Set({"max_queued_requests": 9}))
+        assert [each["changed"] for each in told[:2]] == [["max_queued_requests"]] * 2
+        kill(up, "decode-0")
+        await up.until(lambda: any("decode-0 is back" in line for line in up.said.lines))
+        await up.tell(Scale({"decode": 3}))
+        argvs = {each.name: each.spec.argv for each in up.supervisor.processes}
+        assert all(argvs[name][-2:] == ("--max-queued-requests", "9") for name in ("decode-0", "decode-2"))
 
 
 async def test_a_rollout_replaces_an_old_worker_that_dies_meanwhile_and_has_as_many_as_before(
@@ -206,19 +220,32 @@ async def test_where_a_worker_refuses_to_flip_numbers_by_flips_start_and_stop(tm
         assert up.roles() == {"prefill-0": "prefill", "decode-0": "decode", "prefill-1": "prefill"}
 
 
+async def test_a_worker_that_dies_is_in_discovery_no_more(tmp_path: Path) -> None:
+    async with running(tmp_path) as up:
+        await up.until(lambda: all(each.instance for each in up.keeper.seen))
+        instances = {each.name: each.instance for each in up.keeper.seen}
+        listed = up.supervisor.config.run_dir / "discovery" / "v1" / "instances"
+        listed.mkdir(parents=True)
+        for instance in instances.values():
+            (listed / f"dynamo%2Fbackend%2Fgenerate%2F{instance}").touch()
+        kill(up, "decode-0")
+        await up.until(lambda: len([*listed.iterdir()]) < 2)
+        assert [*listed.iterdir()] == [listed / f"dynamo%2Fbackend%2Fgenerate%2F{instances['prefill-0']}"]
+
+
 async def test_of_two_commands_that_want_different_numbers_the_later_one_is_done(tmp_path: Path) -> None:
     async with running(tmp_path) as up:
         first = asyncio.create_task(up.tell(Scale({"decode": 3})))
         await up.until(lambda: up.keeper.wanted.workers["decode"] == 3)
         assert (await up.tell(Scale({"decode": 2})))["decode"] == 2
-        with pytest.raises(DisaggError, match="another command has changed the same meanwhile"):
+        with pytest.raises(DisaggError, match="another command has changed the same"):
             await first
         await up.until(lambda: as_wanted(up))
 
 
 @pytest.mark.parametrize(
     ("flags", "said", "revision"),
-    [((), "`up` goes on with it", "v2"), (("--undo",), "`up` takes it back", "")],
+    [((), "`up` continues with it", "v2"), (("--undo",), "`up` takes it back", "")],
 )
 async def test_ctrl_c_of_a_command_says_whether_its_wish_stays(
     flags: tuple[str, ...], said: str, revision: str, tmp_path: Path

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from trtllm_disagg.common.machine import MachineLimits, Needs, needs_of_worker, require
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.machine import MachineLimits, Needs, needs_of_worker, require
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 from trtllm_disagg.tools.up.workers import needs_of
 
@@ -18,11 +18,7 @@ PAIR = needs_of(DeploymentConfig("prefill_first", "toy", "toy", Path("run")))
 
 @pytest.mark.parametrize(
     "limits",
-    [
-        USUAL,
-        MachineLimits(),
-        replace(USUAL, free_inotify_instances=PAIR.inotify_instances),
-    ],
+    [USUAL, MachineLimits(), replace(USUAL, free_inotify_instances=PAIR.inotify_instances)],
     ids=["usual", "unknown", "just enough inotify"],
 )
 def test_machine_that_suffices_has_no_shortage(limits: MachineLimits) -> None:

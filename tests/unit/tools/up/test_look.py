@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from trtllm_disagg.admin.commands import Description
 from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.tools.up.commands import Description
 from trtllm_disagg.tools.up.look import FirstStages, phase_of
 from trtllm_disagg.tools.up.reconcile import Phase
 
@@ -16,11 +16,12 @@ async def test_a_first_stage_that_was_a_second_one_meanwhile_is_asked_for_again(
     asked: list[tuple[str, int, bool]] = []
     why = ["not known", "", ""]
 
-    async def why_not(model: str, instance: int, is_new: bool) -> str:
-        asked.append((model, instance, is_new))
-        return why.pop(0)
+    class Asked(FirstStages):
+        async def why_not(self, model: str, instance: int, is_new: bool, waited: float) -> str:
+            asked.append((model, instance, is_new))
+            return why.pop(0)
 
-    first = FirstStages(why_not)
+    first = Asked()
     second = msgspec.structs.replace(DECODE, strategy="prefill_first", registered=False)
     seen = [await first.has("7", told, Phase.SERVING, is_new=False) for told in (DECODE, DECODE, DECODE)]
     assert (seen, asked) == ([False, True, True], [("m", 7, False)] * 2)

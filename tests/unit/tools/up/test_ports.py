@@ -37,9 +37,7 @@ def test_ports_of_an_owner_are_not_given_to_another_process(own: OwnPorts) -> No
     own.take(len(AMONG), LOOPBACK)
     program = f"from trtllm_disagg.tools.up.ports import OwnPorts\nOwnPorts({AMONG!r}).take(1, {LOOPBACK!r})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stderr.rstrip().endswith(
-        "PortInUseError: 1 free ports are needed in range(18000, 18064), 0 were found"
-    )
+    assert done.stderr.rstrip().endswith("PortInUseError: found 0 free ports in range(18000, 18064), need 1")
 
 
 def test_the_ports_of_an_owner_that_is_gone_are_picked_again(own: OwnPorts) -> None:

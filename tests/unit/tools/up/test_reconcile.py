@@ -44,10 +44,6 @@ PAIR = (worker("prefill-0"), worker("decode-0"))
 # -- single looks
 
 
-def test_what_is_as_wanted_needs_no_step() -> None:
-    assert reconcile(Wanted("decode_first", workers=ONE_EACH), PAIR) == []
-
-
 def test_missing_workers_start_before_others_leave() -> None:
     wanted = Wanted("decode_first", workers={"prefill": 2, "decode": 1})
     seen = (*PAIR, worker("decode-1"))
@@ -88,12 +84,6 @@ def test_a_switch_begins_with_the_new_first_stage_and_ends_when_the_frontend_kno
     new = worker("prefill-0", strategy="prefill_first", answers=False)
     assert reconcile(wanted, (new, PAIR[1])) == []
     assert reconcile(wanted, (replace(new, answers=True), PAIR[1])) == [Switch("decode-0", "prefill_first")]
-
-
-def test_a_worker_that_comes_late_in_the_old_order_is_switched() -> None:
-    wanted = Wanted("prefill_first", workers={"prefill": 1, "decode": 2})
-    done = (worker("prefill-0", strategy="prefill_first"), worker("decode-0", strategy="prefill_first"))
-    assert reconcile(wanted, (*done, worker("decode-1"))) == [Switch("decode-1", "prefill_first")]
 
 
 def test_a_new_revision_starts_its_second_stage_first_and_is_adopted_when_it_answers() -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,17 +14,10 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.commanded_up import worker_config
+from trtllm_disagg.common.machine import birth
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.tools.up.plan import RunDirInUseError
-from trtllm_disagg.tools.up.run_dir import (
-    ProcessRecord,
-    RunDir,
-    is_alive,
-    one_change_at_a_time,
-    read_processes,
-    scratch_directory,
-)
+from trtllm_disagg.tools.up.run_dir import ProcessRecord, RunDir, is_alive, read_processes, scratch_directory
 from trtllm_disagg.tools.up.status import Status
 from trtllm_disagg.tools.up.supervisor import Supervisor
 
@@ -78,7 +70,7 @@ def test_a_claimed_directory_is_locked_against_another_up_and_cleaners_of_tempor
 ) -> None:
     """systemd-tmpfiles passes over a directory with such a lock."""
     run_dir = RunDir.claim(tmp_path)
-    with pytest.raises(RunDirInUseError, match=r"--run-dir.*another `up` starts or stops there"):
+    with pytest.raises(RunDirInUseError, match=r"--run-dir.*another `up` is starting or stopping there"):
         RunDir.claim(tmp_path)
     descriptor = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
     with pytest.raises(BlockingIOError):
@@ -196,25 +188,6 @@ def test_another_user_can_read_nothing_of_it(tmp_path: Path) -> None:
     )
 
     assert done.stdout == ""
-
-
-def test_a_second_command_waits_until_the_first_has_ended(tmp_path: Path) -> None:
-    RunDir.claim(tmp_path).release()
-    order: list[str] = []
-    waits = threading.Event()
-
-    def second() -> None:
-        with one_change_at_a_time(tmp_path, waits.set):
-            order.append("second")
-
-    with one_change_at_a_time(tmp_path, waits.set):
-        assert not waits.is_set()
-        thread = threading.Thread(target=second)
-        thread.start()
-        assert waits.wait(10)
-        order.append("first")
-    thread.join()
-    assert order == ["first", "second"]
 
 
 @pytest.mark.parametrize(

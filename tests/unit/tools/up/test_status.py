@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.clock import Clock
-from trtllm_disagg.processes.reports import ACTIVITY_VARIABLE, Reporter
+from trtllm_disagg.common.reports import ACTIVITY_VARIABLE, Reporter
 from trtllm_disagg.tools.up.managed_process import Deaths, ManagedProcess, State
 from trtllm_disagg.tools.up.plan import Backoff, ProcessRole, ProcessSpec
 from trtllm_disagg.tools.up.status import (
@@ -61,8 +61,8 @@ def test_without_a_terminal_each_activity_is_one_line_and_a_silence_ends_after_1
     # A percentage that grows is no line of its own, and nothing is written of a process that serves.
     for doing, percent in (("loading weights", 1), ("loading weights", 43), ("warming up", None)):
         clock.now += 1
-        decode.reporter.tell(doing, percent=percent)
-        ready.reporter.tell("serving", requests=percent)
+        decode.reporter.report(doing, percent=percent)
+        ready.reporter.report("serving", requests=percent)
         status.update(processes)
     for seconds in (SILENCE_SECONDS - 0.1, 0.1):
         clock.now += seconds
@@ -71,15 +71,15 @@ def test_without_a_terminal_each_activity_is_one_line_and_a_silence_ends_after_1
         "[   1.0s] frontend pid=0 starting",
         "[   1.0s] decode-0 pid=0 starting: loading weights",
         "[   3.0s] decode-0 pid=0 starting: warming up",
-        "[  13.0s] waiting for frontend (waits for a worker that registers the model), decode-0 (warming up)",
+        "[  13.0s] waiting for frontend (waits for a worker to register the model), decode-0 (warming up)",
     ]
 
 
 def test_status_text_for_each_process_state(tmp_path: Path) -> None:
-    def words(state: State, *tell: str, **numbers: int) -> str:
+    def words(state: State, *report: str, **numbers: int) -> str:
         told = Told(tmp_path, "decode-0", state)
-        for doing in tell:
-            told.reporter.tell(doing, **numbers)
+        for doing in report:
+            told.reporter.report(doing, **numbers)
         return what_it_does(told.process)
 
     assert words("planned") == "waits for its turn"
@@ -98,7 +98,7 @@ def test_status_text_for_each_process_state(tmp_path: Path) -> None:
 def test_the_table_fits_a_terminal_with_names_and_states_whole(
     decode: Told, tmp_path: Path, width: int
 ) -> None:
-    decode.reporter.tell("loading weights", percent=43)
+    decode.reporter.report("loading weights", percent=43)
     frontend = Told(tmp_path, "frontend", "starting").process
     restarting = Told(tmp_path, "prefill-10", "restarting").process
     frontend.changed_at -= 90
@@ -112,7 +112,7 @@ def test_the_table_fits_a_terminal_with_names_and_states_whole(
     for row, names in zip(rows, shown, strict=True):
         assert set(names) <= set(row.split())
     if width > 40:
-        assert rows[0].split(maxsplit=4)[3:] == ["90s", "waits for a worker that registers the model"]
+        assert rows[0].split(maxsplit=4)[3:] == ["90s", "waits for a worker to register the model"]
         assert "loading weights 43 %" in rows[2]
     assert max(map(len, rows)) <= width
     times = {0.2: "0s", 119: "119s", 120: "2m", 7199: "119m", 7200: "2h", 9e5: "10d"}
@@ -186,9 +186,7 @@ async def run(process: ManagedProcess, script: str) -> ManagedProcess:
     return process
 
 
-async def test_report_begins_with_the_cause_and_ends_with_the_log_of_the_last_start(
-    decode: Told,
-) -> None:
+async def test_report_begins_with_the_cause_and_ends_with_the_log_of_the_last_start(decode: Told) -> None:
     decode.process.log.write_text("of an earlier deployment\n" * 1000)
     process = await run(decode.process, f"print({OURS!r}); print('x' * 999); raise SystemExit(2)")
     sentence, where, *tail = death_report(process, "while serving").split("\n")
@@ -254,10 +252,7 @@ def test_late_frontend_is_reported_with_the_reason_that_it_logged(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("ready", "delays"),
-    [
-        ([10.0, *[None] * 6], [1, 2, 4, 8, 16, 30, 30]),
-        ([5.0, 59.0, 60.0, 5.0], [1, 2, 1, 2]),
-    ],
+    [([10.0, *[None] * 6], [1, 2, 4, 8, 16, 30, 30]), ([5.0, 59.0, 60.0, 5.0], [1, 2, 1, 2])],
     ids=["double up to the longest", "anew after the steady time only"],
 )
 def test_delays_before_the_next_start(ready: list[float | None], delays: list[float]) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.deployments import ROOT
-from trtllm_disagg.cli import run
+from trtllm_disagg.common.cli import run
+from trtllm_disagg.common.exits import ExitCode
 from trtllm_disagg.config.args import WHEREABOUTS, parse_worker_flags, whereabouts_of
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.exits import ExitCode
 from trtllm_disagg.tools.up import lifecycle, up_command
 from trtllm_disagg.tools.up.plan import PLANES, DeploymentConfig, plan, shared_env, worker_arguments
 
@@ -33,6 +33,7 @@ def up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     monkeypatch.setattr(lifecycle, "serve", serve)
     monkeypatch.setattr(up_command, "servable_model", lambda model: model)
+    monkeypatch.setattr(up_command, "is_complete", lambda directory: True)
     return ["up", "--strategy", "decode_first", "--model", "m", "--run-dir", str(tmp_path / "run")]
 
 
@@ -55,6 +56,10 @@ def config_of(*argv: str) -> DeploymentConfig:
         ("--worker-args=--max-trees 3", "^--worker-args: unknown flag --max-trees; did you mean --max-tries"),
         ("--worker-args='", "^--worker-args: No closing quotation"),
         ("--frontend-args='", "^--frontend-args: No closing quotation"),
+        (
+            "--frontend-args=--tls-cert c",
+            "^--frontend-args: --tls-cert is decided by `up`: .* put TLS before",
+        ),
         ("--agg-workers=1", "--agg-workers: 1 .* --strategy agg, not decode_first"),
         (
             "--engine-configs=/none",
@@ -67,11 +72,28 @@ def test_up_refuses_what_its_workers_would_refuse(up: list[str], flag: str, name
         run([*up, flag])
 
 
+def test_up_refuses_a_frontend_that_speaks_tls_by_its_environment(
+    up: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYN_TLS_CERT_PATH", "/c.pem")
+    with pytest.raises(ConfigError, match=r"^DYN_TLS_CERT_PATH: '/c\.pem' is not allowed; expected none"):
+        run(up)
+
+
 def test_up_refuses_an_engine_file_before_anything_starts(up: list[str], tmp_path: Path) -> None:
     for role in ("prefill", "decode"):
         (tmp_path / f"{role}.yaml").write_text("max_num_tokns: 4")
     with pytest.raises(ConfigError, match=r"\.yaml: unknown key max_num_tokns .*mean max_num_tokens"):
         run([*up, f"--engine-configs={tmp_path}"])
+
+
+def test_missing_weights_are_refused_before_anything_starts(
+    up: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up_command, "is_complete", lambda directory: False)
+    with pytest.raises(ConfigError, match=r"--model: 'm'.*its weights"):
+        run([*up, "--engine", "embedded"])
+    assert run([*up, "--engine", "recording"]) is ExitCode.DONE
 
 
 @pytest.mark.parametrize(
@@ -161,6 +183,7 @@ def test_workers_that_may_flip_have_one_file_for_both_roles(up: list[str], tmp_p
         ("Qwen/Qwen3-235B-A22B-Instruct-2507-FP8", "qwen3-235b-a22b-fp8"),
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "llama-3.1-8b"),
         ("nvidia/Llama-3.3-70B-Instruct-FP8", "llama-3.3-70b-fp8"),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", "qwen2.5-vl"),
         ("openai/gpt-oss-120b", "gpt-oss-120b"),
         ("DeepSeek-R1-0528-NVFP4-v2", "deepseek-r1"),
         ("deepseek-ai/DeepSeek-R1-Distill-Llama-8B", None),
@@ -247,7 +270,7 @@ def test_up_and_its_workers_agree_on_the_prefill_queue(
 
 SIGNALLED_UP = """
 import asyncio, signal, sys
-from trtllm_disagg import cli
+from trtllm_disagg.common import cli
 from trtllm_disagg.tools.up import lifecycle, up_command
 number = signal.Signals(int(sys.argv[1]))
 async def early(config, status):
@@ -261,6 +284,7 @@ async def late(config, status):
     return interrupts.exit_code
 lifecycle.serve = {when}
 up_command.servable_model = str
+up_command.is_complete = bool
 cli.main(["up", "--strategy", "decode_first", "--model", "m"])
 """
 

@@ -1,4 +1,4 @@
-"""`scale`, `switch` and `set` of an `up`: which workers come and leave, and how they start. Its real processes only say
+"""`scale` and `set` of an `up`: which workers come and leave, and how they start. Its real processes only say
 that they are healthy; those of `test_keeper.py` describe themselves.
 """
 
@@ -12,10 +12,11 @@ from dataclasses import replace
 import pytest
 
 from tests.support.commanded_up import tell
-from trtllm_disagg.admin.commands import Describe, Scale, Set, Switch, UpCommand
-from trtllm_disagg.cli import run
+from trtllm_disagg.admin.commands import Set
+from trtllm_disagg.common.cli import run
+from trtllm_disagg.common.exits import ExitCode
 from trtllm_disagg.errors import ConfigError, DisaggError
-from trtllm_disagg.processes.exits import ExitCode
+from trtllm_disagg.tools.up.commands import Scale, UpCommand
 from trtllm_disagg.tools.up.gpus import GpuNeeds, Gpus
 from trtllm_disagg.tools.up.run_dir import is_alive, read_processes
 from trtllm_disagg.tools.up.supervisor import Supervisor
@@ -99,14 +100,6 @@ async def test_wrong_counts_are_refused_before_anything_starts(
     assert supervisor.processes == []
 
 
-async def test_scaled_up_worker_starts_with_the_current_strategy(supervisor: Supervisor) -> None:
-    assert (await tell(supervisor, Switch("prefill_first")))[0]["strategy"] == "prefill_first"
-    await tell(supervisor, Scale({"prefill": 1}))
-    argv = supervisor.processes[0].spec.argv
-    assert argv[argv.index("--disaggregation-strategy") + 1] == "prefill_first"
-    assert (await tell(supervisor, Describe()))[0]["strategy"] == "prefill_first"
-
-
 async def test_scaled_up_worker_starts_with_current_thresholds(supervisor: Supervisor) -> None:
     await tell(supervisor, Set({"max_local_prefill_length": 7, "eff_isl_ratio_threshold": 0.5}))
     await tell(supervisor, Set({"max_local_prefill_length": 9}))
@@ -117,3 +110,7 @@ async def test_scaled_up_worker_starts_with_current_thresholds(supervisor: Super
     await tell(supervisor, Scale({"prefill": 1}))
     argv = supervisor.processes[0].spec.argv
     assert argv[-4:] == ("--max-local-prefill-length", "9", "--eff-isl-ratio-threshold", "0.5")
+    # What no worker takes would keep further ones from starting.
+    ((told,), _) = await tell(supervisor, Set({"max_local_prefill_length": 7}))
+    assert "its version has no description" in told["error"]
+    assert supervisor.config.thresholds["max_local_prefill_length"] == 9

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtllm_disagg.engines.embedded.api import request as checks
+from trtllm_disagg.engines.embedded.api.images import MAX_PIXEL_BYTES, InputProcessor, place_images
 from trtllm_disagg.engines.embedded.api.result import Feed, RequestOutput, RunningRequests, decoder
 from trtllm_disagg.engines.embedded.core.core_client import CoreClient
-from trtllm_disagg.engines.embedded.ipc.messages import AbortRequest, AddRequest, StepReport
+from trtllm_disagg.engines.embedded.ipc.messages import AbortRequest, AddRequest, StepReport, TokenOutput
 from trtllm_disagg.engines.embedded.params.llm_args import (
     LlmArgs,
     as_plain,
@@ -33,6 +34,7 @@ from trtllm_disagg.engines.embedded.params.request_params import (
     SchedulingParams,
 )
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import require_divides, serve_as_rank
+from trtllm_disagg.errors import OverloadedError
 from trtllm_disagg.wire.kv_handle import VERSION as HANDLE_VERSION
 
 log = logging.getLogger(__name__)
@@ -43,15 +45,15 @@ DEFAULT_REQUEST_PRIORITY = 0.5
 def _one_by_one(arguments: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
     for name, value in arguments.items():
         if isinstance(value, list) and len(value) != count:
-            raise ValueError(f"{name}: {len(value)} of them for {count} prompts")
+            raise ValueError(f"{name} has {len(value)} entries for {count} prompts")
     for i in range(count):
         yield {name: value[i] if isinstance(value, list) else value for name, value in arguments.items()}
 
 
 class LLM:
     """Loads the checkpoint directory `model`. Raises pydantic's ValidationError for unknown or wrong arguments,
-    ConfigError for what the embedded engine does not serve or cannot read. Under mpiexec, every rank but rank 0
-    takes part in rank 0's engine until that ends; then SystemExit.
+    ConfigError for what the embedded engine does not serve or cannot read. Under mpiexec, ranks other than 0 serve
+    rank 0's engine until it ends, then raise SystemExit.
     """
 
     def __init__(
@@ -90,21 +92,19 @@ class LLM:
 
     # -- what clients call
 
-    #: `abort` of a finished context_only request lets its KV go (embedded engine only).
+    #: `abort` of a finished context_only request frees its KV (embedded engine only).
     releases_handoffs = True
-    #: Requests of type `cached_only`, and context_only ones that pull what those hand out (embedded engine only).
-    exports_cached = True
     #: A RequestError has a `category` (embedded engine only).
     names_errors = True
 
     @property
     def num_active_requests(self) -> int:
-        """Requests that wait or run, and prompts with KV held, as of the last step (embedded engine only)."""
+        """Waiting and running requests, and prompts with held KV, as of the last step (embedded engine only)."""
         return self._num_active
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of the longest sequence, prompt and answer together (embedded engine only)."""
+        """Maximum tokens of a prompt and its answer together (embedded engine only)."""
         return self._core.ready.max_seq_len
 
     def generate_async(
@@ -123,8 +123,8 @@ class LLM:
         cache_salt: str | None = None,
         priority: float = DEFAULT_REQUEST_PRIORITY,
     ) -> RequestOutput:
-        """Start a request; returns at once. Invalid arguments raise ValueError, TypeError or NotImplementedError
-        here; a request that fails later raises RequestError out of the iteration.
+        """Start a request and return at once. Raises ValueError, TypeError or NotImplementedError for invalid
+        arguments; if the request fails later, iterating raises RequestError.
         """
         arrived = self._now()
         if reason := self._ended():
@@ -137,8 +137,15 @@ class LLM:
             raise ValueError(f"priority must be in [0, 1], got {priority}")
         sampling = sampling_params or SamplingParams()
         text, prompt = checks.prompt_of(inputs, lambda t: self._tokenize(t, sampling.add_special_tokens))
-        checks.check_prompt(prompt, self._core.ready)
         kind = checks.request_type_of(disaggregated_params, self._core.ready.transport != "off")
+        hashes = disaggregated_params.multimodal_hashes if disaggregated_params else None
+        placed = place_images(prompt, inputs, hashes, kind, self._core.ready.image_tokens)
+        detokenize = self._detokenizer(sampling)
+        if placed.pixels and text is None and detokenize is not None:
+            # As most of TensorRT-LLM's processors. Dynamo's decode reads a handoff's tokens only beside a text.
+            text = self.tokenizer.decode(prompt)
+        prompt = placed.token_ids
+        checks.check_prompt(prompt, self._core.ready)
         if kind != "generation_only" and not self.args.enable_chunked_prefill:
             checks.check_fits_a_step(prompt, self.args.max_num_tokens)
         if sampling.n > self.args.max_batch_size:
@@ -157,6 +164,8 @@ class LLM:
             guided_backend=self.args.guided_decoding_backend,
         )
         handoff, rendezvous = checks.other_half(disaggregated_params, kind, self._core.ready)
+        if placed.images:
+            checks.check_serves_images(spec, rendezvous)
         request = checks.as_received(
             AddRequest(
                 request_id=next(self._ids),
@@ -172,7 +181,7 @@ class LLM:
                 stream_interval=self.args.stream_interval if streaming else 1,
             )
         )
-        request.prompt = prompt
+        request.prompt, request.images, request.pixels = placed.virtual_ids, placed.images, placed.pixels
         result = RequestOutput(
             request_id=request.request_id,
             prompt=text,
@@ -180,21 +189,25 @@ class LLM:
             num_choices=sampling.n,
             streaming=streaming,
             abort=self._abort,
-            detokenize=self._detokenizer(sampling),
+            detokenize=detokenize,
             disagg_request_id=disaggregated_params.disagg_request_id if disaggregated_params else None,
+            multimodal_hashes=placed.hashes,
         )
         self._running.add(result)
-        self._core.send(request)
+        if request.pixels and self._core.unsent_bytes > MAX_PIXEL_BYTES:
+            self._refuse_images(request)
+        else:
+            self._core.send(request)
         if reason := self._ended():
             self._running.fail_all(reason)
         return result
 
     def generate(self, inputs: Any, sampling_params: Any = None, use_tqdm: bool = True, **kwargs: Any) -> Any:
-        """Blocking: one result for one prompt, a list for a list of prompts. `sampling_params` and the other
-        arguments of `generate_async` are for all, or lists with one for each.
+        """Block until done: one result for one prompt, a list for a list of prompts. `sampling_params` and the other
+        arguments of `generate_async` apply to all prompts, or are lists with one entry per prompt.
 
-        Raises ValueError when a list of arguments is not as long as that of the prompts, and what `generate_async` and
-        the requests raise; then none of the others goes on.
+        Raises ValueError for a list of another length, and what `generate_async` and the requests raise; the
+        remaining requests are then aborted.
         """
         from tqdm import tqdm
 
@@ -202,7 +215,7 @@ class LLM:
         prompts = inputs if several else [inputs]
         each = list(_one_by_one({"sampling_params": sampling_params} | kwargs, len(prompts)))
         results: list[RequestOutput] = []
-        # None: only where a caller asks for it.
+        # disable=None: no bar unless stderr is a terminal.
         shown = tqdm(total=len(prompts), desc="Processed requests", disable=None if use_tqdm else True)
         try:
             with shown:
@@ -239,17 +252,17 @@ class LLM:
 
     @property
     def disaggregated_params(self) -> dict[str, Any]:
-        """What a generation_only request has to say of this engine with schedule_style GENERATION_FIRST."""
+        """Fields by which a GENERATION_FIRST generation_only request names this engine."""
         endpoint = self._core.ready.endpoint
         return {"ctx_dp_rank": None, "ctx_info_endpoint": [endpoint]} if endpoint else {}
 
     @property
     def is_exact(self) -> bool:
-        """A request that is repeated, here or on another such engine, has the same answer (embedded engine only)."""
+        """A repeated request gets the same answer, here or on another such engine (embedded engine only)."""
         return self._core.ready.is_exact
 
     def shutdown(self) -> None:
-        """End the engine process. Requests that still run fail."""
+        """End the engine process. Running requests fail."""
         if not self._shut_down:
             self._shut_down = True
             self._core.close()
@@ -263,7 +276,7 @@ class LLM:
 
     @cached_property
     def llm_id(self) -> str:
-        """Tells this LLM from all others."""
+        """Unique to this LLM."""
         return f"{socket.gethostname()}-{os.getpid()}-{time.time_ns()}"
 
     @cached_property
@@ -281,8 +294,14 @@ class LLM:
             local_files_only=True,
         )
 
+    @cached_property
+    def input_processor(self) -> InputProcessor | None:
+        """None for a model that takes no images."""
+        tokens = self._core.ready.image_tokens
+        return None if tokens is None else InputProcessor(tokens)
+
     def _check_health(self) -> bool:
-        """What Dynamo's engine monitor asks."""
+        """Dynamo's engine monitor calls this."""
         return self._fatal_error is None and self._core.alive
 
     @property
@@ -297,25 +316,23 @@ class LLM:
 
     @property
     def kv_transport(self) -> str:
-        """The transport by which KV moves; "off" where it does not (embedded engine only)."""
+        """The KV transport's name; "off" without one (embedded engine only)."""
         return self._core.ready.transport
 
     @property
     def kv_pairing(self) -> str:
-        """What both workers of a pair have alike. Version 0.2, whose handles name other endpoints, tells none of it."""
+        """Equal on both workers of a pair. Version 0.2 lacks it: its handles name other endpoints."""
         is_off = self.kv_transport == "off"
         return "off" if is_off else f"{self.kv_transport}, handles of version {HANDLE_VERSION}"
 
     # -- internals: the engine itself
 
     def _read_args(self, model: str | Path, **given: Any) -> LlmArgs:
-        """All that can be refused before anything is built. The only rank that returns is the one that requests come
-        to.
-        """
+        """Check all arguments before anything is built. Returns only on the rank that takes requests."""
         args = in_directory(LlmArgs(model=model, **given))
         if ignored := refuse_unsupported(args):
             log.info("these settings have no effect on the embedded engine: %s", ", ".join(ignored))
-        # Its ranks share each request.
+        # All ranks work on each request.
         args = args.model_copy(update={"enable_attention_dp": False})
         require_divides(Path(args.model), args.tensor_parallel_size)
         check_model(args)
@@ -335,13 +352,13 @@ class LLM:
         )
 
     def _now(self) -> float:
-        """The time, by the clock that the engine measures with."""
+        """Now, by the clock that the engine measures with."""
         return time.monotonic()
 
     # -- internals
 
     def _ended(self) -> str | None:
-        """Why there is no engine any more, or None."""
+        """Why the engine ended; None while it runs."""
         if self._fatal_error is not None:
             return str(self._fatal_error)
         return "shutdown was called" if self._shut_down else None
@@ -352,9 +369,7 @@ class LLM:
         return [int(t) for t in self.tokenizer.encode(text, add_special_tokens=add_special_tokens)]
 
     def _end_ids(self, sampling: SamplingParams) -> list[int]:
-        """The model's, and the tokenizer's where it decodes the answer: loading one takes seconds. TensorRT-LLM takes
-        both, too (`SamplingParams._setup`).
-        """
+        """The model's end ids, plus the tokenizer's if it is loaded (seconds) to decode; as `SamplingParams._setup`."""
         known = list(self._core.ready.end_ids)
         if not sampling.detokenize or self.args.skip_tokenizer_init:
             return known
@@ -371,8 +386,14 @@ class LLM:
     def _abort(self, request_id: int) -> None:
         self._core.send(AbortRequest(request_id))
 
+    def _refuse_images(self, request: AddRequest) -> None:
+        """The core is behind: images of more requests would fill its socket's buffer, which ends the engine."""
+        reason = "the engine has not received the images of earlier requests yet"
+        category = OverloadedError.category
+        self._running.deliver([TokenOutput(request.request_id, error=reason, error_category=category)])
+
     def _on_report(self, report: StepReport) -> None:
-        """Receiver thread."""
+        """Runs on the receiver thread."""
         self._num_active = report.num_active
         self._events.extend(report.events)
         self._stats.extend(report.stats)

@@ -1,4 +1,4 @@
-"""What a request took, as TensorRT-LLM tells it: `request_perf_metrics` of an output, `metrics_dict` and
+"""A request's times in TensorRT-LLM's form: `request_perf_metrics` of an output, `metrics_dict` and
 `time_breakdown_metrics` of a result.
 
 Source: TensorRT-LLM's RequestPerfMetrics, MetricNames and their clients in Dynamo.
@@ -13,12 +13,12 @@ from typing import Any
 
 from trtllm_disagg.engines.embedded.ipc.messages import Measured
 
-#: The key of `metrics_dict` that is no MetricNames.
+#: The one key of `metrics_dict` outside MetricNames.
 FINISHED_REASON = "finished_reason"
 
 
 class MetricNames(Enum):
-    """Keys of `metrics_dict`; seconds, but for the number of tokens."""
+    """Keys of `metrics_dict`; values in seconds, except the number of tokens."""
 
     TTFT = "ttft"
     TPOT = "tpot"
@@ -32,23 +32,23 @@ class MetricNames(Enum):
 
 @dataclass(slots=True)
 class TimingMetrics:
-    """Since the start of this machine's monotonic clock; zero for what did not happen."""
+    """Times on this machine's monotonic clock; zero for what did not happen."""
 
     arrival_time: timedelta = timedelta()
-    #: generation_only: when its KV was there.
+    #: generation_only: when its KV had arrived.
     first_scheduled_time: timedelta = timedelta()
     first_token_time: timedelta = timedelta()
     last_token_time: timedelta = timedelta()
-    #: Transfer of KV to this engine, from its request on. With schedule_style GENERATION_FIRST that is before prefill.
+    #: KV transfer to this engine, counted from its request (with GENERATION_FIRST: before prefill).
     kv_cache_transfer_start: timedelta = timedelta()
     kv_cache_transfer_end: timedelta = timedelta()
-    #: Bytes that came.
+    #: Received bytes.
     kv_cache_size: int = 0
 
 
 @dataclass(slots=True)
 class KvCacheMetrics:
-    """Blocks, when the request was admitted."""
+    """Number of blocks at admission."""
 
     num_total_allocated_blocks: int = 0
     num_new_allocated_blocks: int = 0
@@ -83,19 +83,22 @@ def request_perf_metrics(measured: Measured) -> RequestPerfMetrics:
 
 
 def time_breakdown(measured: Measured) -> dict[str, list[dict[str, float]]]:
-    """`time_breakdown_metrics` of a result: of the steps of its prompt when each began, and when the last one ended."""
+    """`time_breakdown_metrics` of a result: the start of each step of its prompt, and the end of the last. With images
+    also `encode_metrics`, of our own: when the first one's encoding began, and the last one's ended.
+    """
     chunks = [{"forward_start_time": began} for began in measured.chunks]
     if chunks and measured.first_token:
         chunks[-1]["token_time"] = measured.first_token
-    return {"ctx_chunk_metrics": chunks}
+    breakdown = {"ctx_chunk_metrics": chunks}
+    if times := measured.encoding:
+        breakdown["encode_metrics"] = [{"encode_start_time": times[0], "encode_end_time": times[-1]}]
+    return breakdown
 
 
 def metrics_dict(
     measured: Measured, finish_reason: str, num_tokens: int, *, only_choice: bool
 ) -> dict[Any, Any]:
-    """Keys are MetricNames, and FINISHED_REASON. What did not happen is left out; so are, when a request has several
-    choices, the numbers that would be counted once for each.
-    """
+    """Keys: MetricNames and FINISHED_REASON. Omits what did not happen and, with several choices, per-choice counts."""
     scheduled, first, last = measured.first_scheduled, measured.first_token, measured.last_token
     spans = {
         MetricNames.TTFT: (measured.arrival, first),

@@ -1,4 +1,4 @@
-"""Arguments of generate_async -> a validated AddRequest. Everything here runs before the engine hears of it."""
+"""Turns arguments of generate_async into a validated AddRequest, before the engine sees the request."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from trtllm_disagg.engines.embedded.api import images
 from trtllm_disagg.engines.embedded.api.result import Logprob
 from trtllm_disagg.engines.embedded.ipc.messages import (
     AddRequest,
@@ -30,10 +31,9 @@ Tokenize = Callable[[str], list[int]]
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(AddRequest)
 
-#: Images: refused by name, never dropped.
+#: Refused by name, never ignored.
 _UNSERVED_PARAMS = (
     "multimodal_embedding_handles",
-    "multimodal_hashes",
     "mrope_position_ids_handle",
     "mrope_position_deltas_handle",
 )
@@ -47,14 +47,13 @@ class PreprocessedInputs:
 
 
 def prompt_of(inputs: Any, tokenize: Tokenize) -> tuple[str | None, list[int]]:
-    """(text or None, token ids). Raises TypeError for anything but the forms that TensorRT-LLM takes."""
+    """(text or None, token ids). Raises TypeError for forms that TensorRT-LLM does not take."""
     if isinstance(inputs, PreprocessedInputs):
         inputs = inputs.prompt_token_ids
     text = None
     if isinstance(inputs, dict):
-        if others := [
-            key for key in inputs.keys() - {"prompt", "prompt_token_ids"} if inputs[key] is not None
-        ]:
+        known = {"prompt", "prompt_token_ids", *images.INPUTS}
+        if others := [key for key in inputs.keys() - known if inputs[key] is not None]:
             raise NotImplementedError(
                 f"inputs with {', '.join(others)} are not served by the embedded engine"
             )
@@ -62,7 +61,7 @@ def prompt_of(inputs: Any, tokenize: Tokenize) -> tuple[str | None, list[int]]:
         inputs = text if token_ids is None else token_ids
     if isinstance(inputs, str):
         return inputs, tokenize(inputs)
-    # Nearly always, and a long prompt has many tokens.
+    # The usual case, kept fast for long prompts.
     if type(inputs) is list and set(map(type, inputs)) == {int}:
         return text, inputs.copy()
     if _is_token_ids(inputs):
@@ -91,8 +90,8 @@ def check_prompt(prompt: Sequence[int], ready: Ready) -> None:
 
 
 def as_received(request: AddRequest) -> AddRequest:
-    """A request, still without its prompt, as the engine core reads it. Raises ValueError for a value of a type that it
-    could not read.
+    """The request, without its prompt and images, as the engine core decodes it. Raises ValueError for a value of a
+    wrong type.
     """
     try:
         return _requests.decode(_encoder.encode(request))
@@ -101,18 +100,16 @@ def as_received(request: AddRequest) -> AddRequest:
 
 
 def check_fits_a_step(prompt: Sequence[int], max_num_tokens: int) -> None:
-    """Raises ValueError for a prompt that needs chunks to be prefilled."""
+    """Raises ValueError for a prompt longer than one step's tokens."""
     if len(prompt) > max_num_tokens:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens; without enable_chunked_prefill, "
-            f"max_num_tokens {max_num_tokens} is the most"
+            f"at most max_num_tokens {max_num_tokens} are allowed"
         )
 
 
 def request_type_of(params: DisaggregatedParams | None, can_transfer: bool) -> str:
-    """Raises ValueError when a phase is asked for that this engine was not configured for, NotImplementedError
-    for what it does not serve.
-    """
+    """Raises ValueError for a phase without a configured transport, NotImplementedError for unserved fields."""
     for name in _UNSERVED_PARAMS if params is not None else ():
         if getattr(params, name):
             raise NotImplementedError(f"DisaggregatedParams.{name} is not served by the embedded engine")
@@ -125,14 +122,21 @@ def request_type_of(params: DisaggregatedParams | None, can_transfer: bool) -> s
 def other_half(
     params: DisaggregatedParams | None, kind: str, ready: Ready
 ) -> tuple[ReceivedHandoff | None, Rendezvous | None]:
-    """What the request brings to find its other half: one of the two, or nothing. Raises ValueError."""
+    """What links the request to its other phase: one of the two, or neither. Raises ValueError."""
     if params is None or kind == "context_and_generation":
         return None, None
     if params.schedule_style == DisaggScheduleStyle.GENERATION_FIRST:
         return None, _rendezvous_of(params, kind)
-    if kind == "context_only" and params.opaque_state:  # the start of its prompt, from another engine's cache
-        return ReceivedHandoff(bytes(params.opaque_state), []), None
     return (handoff_of(params, ready) if kind == "generation_only" else None), None
+
+
+def check_serves_images(spec: SamplingSpec, rendezvous: Rendezvous | None) -> None:
+    """Raises NotImplementedError for what a prompt with images cannot have."""
+    if spec.prompt_logprobs is not None:
+        raise NotImplementedError("SamplingParams.prompt_logprobs is not served with images")
+    if rendezvous is not None:
+        # Decode would need the expanded prompt and the digests before prefill has computed them.
+        raise NotImplementedError("schedule_style GENERATION_FIRST is not served with images")
 
 
 def _rendezvous_of(params: DisaggregatedParams, kind: str) -> Rendezvous:
@@ -153,7 +157,7 @@ def _rendezvous_of(params: DisaggregatedParams, kind: str) -> Rendezvous:
 
 
 def handoff_of(params: DisaggregatedParams, ready: Ready) -> ReceivedHandoff:
-    """Raises ValueError when a generation_only request does not bring a whole handoff."""
+    """Raises ValueError for an incomplete handoff in a generation_only request."""
     if not params.opaque_state or not params.first_gen_tokens or len(params.first_gen_tokens) != 1:
         raise ValueError("a generation_only request needs opaque_state and exactly one of first_gen_tokens")
     first = params.first_gen_tokens[0]
@@ -166,15 +170,13 @@ def handoff_of(params: DisaggregatedParams, ready: Ready) -> ReceivedHandoff:
 
 
 def _logprob_entry(given: Any, chosen: int) -> LogprobEntry:
-    """The wire has {token id: Logprob}; the chosen token comes first, as everywhere in the engine."""
+    """Turns {token id: Logprob} of the wire into an entry with the chosen token first."""
     if (
         not given
         or not isinstance(given, dict)
         or not all(isinstance(logprob, Logprob) for logprob in given.values())
     ):
-        raise ValueError(
-            f"first_gen_log_probs holds {given!r}; expected a Logprob for each of some token ids"
-        )
+        raise ValueError(f"first_gen_log_probs holds {given!r}; expected a dict of token id to Logprob")
     entry = [(token, logprob.logprob, logprob.rank or 0) for token, logprob in given.items()]
     return sorted(entry, key=lambda each: each[0] != chosen)
 
@@ -189,8 +191,9 @@ def sampling_spec(
     tokenize: Tokenize,
     guided_backend: str | None,
 ) -> SamplingSpec:
-    """Everything decided; `end_ids` end an answer unless the request names its own. Raises ValueError or
-    NotImplementedError naming the field.
+    """Resolves every default; `end_ids` apply unless the request names its own.
+
+    Raises ValueError or NotImplementedError naming the field.
     """
     validate_sampling_params(params, ready.vocab_size)
     room = ready.max_seq_len - num_prompt
@@ -210,7 +213,7 @@ def sampling_spec(
         prompt_ignore_length=max(0, params.prompt_ignore_length or 0),
         seed=None if params.seed is None else params.seed & (2**63 - 1),
         logprobs=params.logprobs,
-        # A generation_only request computes nothing of its prompt.
+        # A generation_only request does not compute its prompt.
         prompt_logprobs=None if request_type == "generation_only" else params.prompt_logprobs,
         end_ids=() if params.ignore_eos else _end_ids(params, end_ids),
         stop_words=tuple(tuple(ids) for ids, _ in words),
@@ -257,7 +260,7 @@ def _grammar(params: SamplingParams, backend: str | None) -> str | None:
             "SamplingParams.guided_decoding needs guided_decoding_backend, which is not set "
             "(a worker's --guided-decoding-backend llguidance)"
         )
-    # Loads the library, which other requests do not need.
+    # Imported here: only guided requests need the library.
     from trtllm_disagg.engines.embedded.model.guided_decoding import grammar_of
 
     return grammar_of(params.guided_decoding)

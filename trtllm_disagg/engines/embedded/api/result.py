@@ -1,6 +1,4 @@
-"""The results of generate_async: RequestOutput, CompletionOutput, Logprob. And the requests that an LLM waits for, with
-the streams that their outputs go to.
-"""
+"""The results of generate_async (RequestOutput, CompletionOutput, Logprob), and the table of running requests."""
 
 from __future__ import annotations
 
@@ -24,16 +22,16 @@ from trtllm_disagg.engines.embedded.params.request_params import DisaggregatedPa
 
 Decode = Callable[[list[int]], str]
 
-#: Tokens that stay open. A token has at least one byte and a UTF-8 character at most four, so what comes later does
-#: not change the text before them.
+#: Tokens that stay unsettled. A UTF-8 character has at most four bytes and a token at least one, so later tokens
+#: cannot change the text before them.
 _OPEN = 4
-#: After this many tokens even a possible half character is settled: a model may emit broken bytes for ever.
+#: After this many tokens even half a character is settled: a model may emit broken bytes for ever.
 _TOO_MANY_OPEN = 64
 _BROKEN = "\ufffd"
 
 
 def decoder(tokenizer: Any, *, skip_special_tokens: bool) -> Decode:
-    """transformers' `decode`, without its overhead where that does nothing."""
+    """transformers' `decode`, without its overhead where possible."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None and not getattr(tokenizer, "clean_up_tokenization_spaces", True):
         backend: Decode = fast.decode
@@ -42,12 +40,10 @@ def decoder(tokenizer: Any, *, skip_special_tokens: bool) -> Decode:
 
 
 class GrowingText:
-    """The text of a growing answer, at a cost per token that does not depend on how long it has become.
+    """The text of a growing answer, at a constant cost per token.
 
-    `update` is `decode` of all tokens, for token lists of which each continues the one before.
-
-    Only the last few tokens are decoded: behind `_settled` tokens of known text, and with some of those in
-    front, since a token's text may depend on its neighbours.
+    `update` returns `decode` of all tokens; each list must continue the one before. Decodes only the tokens after
+    the `_settled` ones, plus a few before them, since a token's text may depend on its neighbours.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -55,34 +51,32 @@ class GrowingText:
         self._restart()
 
     def update(self, token_ids: list[int]) -> str:
-        """A list that was cut short (a stop word) is decoded as a whole."""
+        """Decodes the whole list if it was cut short (a stop word)."""
         if len(token_ids) < self._settled:
             self._restart()
         window = self.decode(self._context + token_ids[self._settled :])
         text = self._text + window[self._known :]
-        # In steps, so that one end is tried with several lengths: both have to be between two characters.
+        # In steps, so that each end is tried at several lengths: both must fall between two characters.
         end = (len(token_ids) // _OPEN - 1) * _OPEN
         if end > self._settled:
             self._settle(token_ids[:end], window, is_late=end > self._settled + _TOO_MANY_OPEN)
         return text
 
     def _restart(self) -> None:
-        #: The text of the settled tokens; of it, `_known` characters come from `_context`: the last ones with a text.
+        #: Text of the settled tokens; its last `_known` characters are the text of `_context`.
         self._text = ""
         self._known = 0
         self._context: list[int] = []
         self._settled = 0
 
     def _settle(self, token_ids: list[int], window: str, *, is_late: bool) -> None:
-        """Settle these tokens, unless they end within a character and it is not late. Some decoders show a run of bytes
-        as broken until it ends.
-        """
+        """Settle these tokens unless they end within a character; if late, always. (A run of bytes may look broken.)"""
         tokens = token_ids[self._settled :]
         text = self.decode(self._context + tokens)
         if is_late or (window.startswith(text) and not text.endswith(_BROKEN)):
             self._text += text[self._known :]
             self._settled = len(token_ids)
-            # Behind hidden tokens alone, a decoder would take the next one for the first, which loses its space.
+            # A context of hidden tokens only would make the next token the first, which loses its space.
             if known := len(self.decode(tokens)):
                 self._context, self._known = tokens, known
 
@@ -143,7 +137,7 @@ class CompletionOutput:
         self._seen_text = len(self.text)
 
 
-#: A delivery of the engine's receiver thread: token outputs of one step, or the reason the engine died.
+#: One delivery of the receiver thread: token outputs of a step, or why the engine died.
 Delivery = TokenOutput | RequestError
 
 
@@ -161,6 +155,7 @@ class RequestOutput:
         abort: Callable[[int], None],
         detokenize: Callable[[list[int]], str] | None = None,
         disagg_request_id: int | None = None,
+        multimodal_hashes: list[list[int]] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -169,7 +164,7 @@ class RequestOutput:
         self.context_logits: Any | None = None
         self.cached_tokens = 0
         self.decoding_iter = 0
-        #: Always this value, because there is no speculative decoding.
+        #: Constant: there is no speculative decoding.
         self.avg_decoded_tokens_per_iter = 1.0
         #: Seconds by MetricNames, when the request is measured (return_perf_metrics).
         self.metrics_dict: dict[Any, Any] = {}
@@ -180,16 +175,17 @@ class RequestOutput:
         self._abort = abort
         self._texts = [GrowingText(detokenize) for _ in range(num_choices)] if detokenize else []
         self._disagg_request_id = disagg_request_id
+        self._multimodal_hashes = multimodal_hashes
         self._unfinished = num_choices
         #: Number of unfinished choices; the receiver thread counts it down.
         self.choices_left = num_choices
-        #: The event loop that this request was made in, to be woken after a delivery.
+        #: The event loop of the request, woken after a delivery.
         self.loop = _running_loop()
         self.queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        #: Not an asyncio.Event: that is Python code, run for every token.
+        #: Not an asyncio.Event, whose Python code would run for every token.
         self._arrival: asyncio.Future[None] | None = None
 
-    # -- the receiver thread's side
+    # -- on the receiver thread
 
     def deliver(self, delivery: Delivery) -> None:
         """Deliver outputs. Callable from any thread; blocked readers get them at once."""
@@ -202,7 +198,7 @@ class RequestOutput:
                 self._arrival.set_result(None)
             self._arrival = None
 
-    # -- the caller's side
+    # -- on the caller's thread
 
     def abort(self) -> None:
         """Stop the request. KV of a context_only request that is still held for a decode is released."""
@@ -219,9 +215,9 @@ class RequestOutput:
         self._mark_seen()
         waiting = self.queue
         while True:
-            # This task alone takes from it. Asking first is cheaper than the exception of an empty queue, once a token.
+            # Only this task takes from it. Checking first is cheaper than catching queue.Empty for each token.
             while waiting.empty():
-                # A delivery between these lines is not missed: `wake` can only run once we wait.
+                # A delivery between these lines is not missed: `wake` runs in this loop, once we wait.
                 if self._arrival is None or self._arrival.done():  # done: its reader was cancelled
                     self._arrival = self.loop.create_future()
                 await self._arrival
@@ -295,13 +291,12 @@ class RequestOutput:
         if self._texts:
             text = self._texts[delivery.index]
             if output.finish_reason is not None:
-                # In one piece: right for any tokenizer, however its tokens depend on each other.
+                # Decodes the whole answer, which is right for every tokenizer.
                 output.text = text.decode(output.token_ids)
             elif self._streaming:
-                # A character that may be whole with the next token waits for it, or it would be missing in `text_diff`.
+                # An incomplete character waits for its next token, or `text_diff` would miss it.
                 shown = text.update(output.token_ids).rstrip(_BROKEN)
-                # Nor is text taken back, which `text_diff` would repeat: some decoders show a run of bytes as broken
-                # until it ends.
+                # Text never shrinks, or `text_diff` would repeat it: some decoders show bytes as broken until they end.
                 output.text = max(output.text, shown, key=len)
 
     def _hand_off(self, output: CompletionOutput, handoff: MadeHandoff) -> None:
@@ -311,9 +306,10 @@ class RequestOutput:
             first_gen_log_probs=list(output.logprobs) or None,
             ctx_request_id=self._ctx_request_id(handoff),
             disagg_request_id=self._disagg_request_id,
-            # Empty when decode has it all (GENERATION_FIRST).
+            # Empty with GENERATION_FIRST: decode has the KV.
             opaque_state=handoff.opaque_state or None,
             ctx_info_endpoint=handoff.ctx_info_endpoint or None,
+            multimodal_hashes=self._multimodal_hashes,
         )
 
     def _end(self, output: CompletionOutput, last: TokenOutput) -> None:
@@ -333,7 +329,7 @@ class RequestOutput:
         return handoff.ctx_request_id if self._disagg_request_id is None else self._disagg_request_id
 
 
-#: TensorRT-LLM's name of what a RequestOutput is derived from.
+#: TensorRT-LLM's base class of RequestOutput.
 GenerationResult = RequestOutput
 
 
@@ -342,7 +338,7 @@ def _public(entry: LogprobEntry) -> dict[int, Logprob]:
 
 
 def _of_chosen(entry: dict[int, Logprob]) -> float:
-    """0 for the empty entry of a first token that came without logprobs."""
+    """0 for the empty entry of a first token without logprobs."""
     return next((each.logprob for each in entry.values()), 0.0)
 
 
@@ -354,10 +350,10 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def wake(results: Sequence[RequestOutput]) -> None:
-    """Wake each event loop with one call, however many of its requests got tokens in a step."""
+    """Wake each event loop once for all its requests with new tokens."""
     for loop in {result.loop for result in results}:
         if loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed: no task waits there any more
+            with contextlib.suppress(RuntimeError):  # closed: no task waits there
                 loop.call_soon_threadsafe(_wake_all, results, loop)
 
 
@@ -382,7 +378,7 @@ class RunningRequests:
             self._results[result.request_id] = result
 
     def deliver(self, outputs: Sequence[TokenOutput]) -> None:
-        """Deliver the outputs to the running requests; drop a stream that has all its outputs."""
+        """Deliver the outputs to the running requests; drop finished streams."""
         delivered: list[RequestOutput] = []
         for output in outputs:
             if (result := self._results.get(output.request_id)) is None:
@@ -408,9 +404,7 @@ class RunningRequests:
 
 
 class Feed:
-    """Records from the engine's receiver thread to the caller that polls for them: events, statistics. Bounded; the
-    oldest records are dropped. One asyncio reader at a time waits without polling.
-    """
+    """Events or statistics for a caller that polls. Bounded: drops the oldest. One asyncio reader can await them."""
 
     def __init__(self, max_size: int | None) -> None:
         self._records: deque[dict[str, Any]] = deque(maxlen=max_size)
@@ -423,14 +417,14 @@ class Feed:
         waiter = self._waiter
         if waiter is not None and len(self._records) != before:
             loop, event = waiter
-            with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            with contextlib.suppress(RuntimeError):  # the loop was closed
                 loop.call_soon_threadsafe(event.set)
 
     def take(self) -> list[dict[str, Any]]:
         return [self._records.popleft() for _ in range(len(self._records))]
 
     async def wait(self, timeout: float | None) -> AsyncIterator[dict[str, Any]]:
-        """The records so far; without any, those that come within `timeout` seconds. Unread records stay."""
+        """The records so far; if none, those that arrive within `timeout` seconds. Unread records stay."""
         if not self._records and timeout:
             event = asyncio.Event()
             self._waiter = (asyncio.get_running_loop(), event)

@@ -1,9 +1,8 @@
 """KV transfer as the engine core sees it: the core calls a `KvConnector`, and gets its events from `poll`.
 
 Decode reads a finished prefill's blocks (CONTEXT_FIRST), or offers its own for prefill to write into
-(GENERATION_FIRST, docs/decisions/0006). In the latter neither engine waits for the other while it holds what the other
-may need: prefill waits for decode's offer without blocks and without a place in the batch; decode, which holds both,
-waits for prefill's work alone.
+(GENERATION_FIRST, docs/decisions/0006). The latter cannot deadlock: prefill waits for decode's offer without blocks and
+without a place in the batch; decode, which holds both, waits only for prefill's work.
 """
 
 from __future__ import annotations
@@ -24,38 +23,32 @@ class Offered(NamedTuple):
 
 
 class PrefixArrived(NamedTuple):
-    """The first `num_fetchable` blocks of the prompt, which decode had, are in this prefill's blocks."""
-
-    sequence: Sequence
-
-
-class PrefixLost(NamedTuple):
-    """They do not come: this prefill has to compute them. Blocks of its own are left to be freed."""
+    """This prefill now has the first `num_fetchable` blocks of the prompt from decode's cache."""
 
     sequence: Sequence
 
 
 class KvArrived(NamedTuple):
-    """All KV of the prompt is here, and the first token."""
+    """All KV of the prompt and the first token have arrived."""
 
     sequence: Sequence
     token: int
     logprobs: LogprobEntry | None
-    #: Prompt tokens that prefill did not have to compute.
+    #: Prompt tokens that prefill found in a cache.
     num_cached: int
     bytes_moved: int
-    #: Prompt blocks that were in this engine's cache already.
+    #: Prompt blocks found in this engine's cache.
     num_known: int
 
 
 class ReadEnded(NamedTuple):
-    """The request has failed or was aborted: its blocks are not filled any more."""
+    """The request failed or was aborted, and its blocks are no longer written to."""
 
     sequence: Sequence
 
 
 class HandedOff(NamedTuple):
-    """Decode has the KV that was written to it, and the first token."""
+    """Decode has received all KV and the first token."""
 
     output: TokenOutput
     bytes_moved: int
@@ -69,32 +62,32 @@ class KvFailed(NamedTuple):
 
 
 class BlocksReleased(NamedTuple):
-    """The blocks of an ended sequence, which no transfer uses any more."""
+    """Blocks of an ended sequence that no transfer uses any more."""
 
     blocks: list[int]
 
 
 class BlocksQuarantined(NamedTuple):
-    """A late transfer with this peer may still write into these blocks: they must not be used."""
+    """Blocks that must not be used: a late transfer with this peer may still write into them."""
 
     blocks: list[int]
     peer: str
 
 
 class BlocksRestored(NamedTuple):
-    """Nothing can be written into these quarantined blocks any more."""
+    """Quarantined blocks that nothing can write into any more."""
 
     blocks: list[int]
 
 
 BlockEvent = BlocksReleased | BlocksQuarantined | BlocksRestored
-KvEvent = Offered | PrefixArrived | PrefixLost | KvArrived | ReadEnded | HandedOff | KvFailed | BlockEvent
+KvEvent = Offered | PrefixArrived | KvArrived | ReadEnded | HandedOff | KvFailed | BlockEvent
 
 
 class BlocksInTransfer:
     """The blocks of ended sequences that a transfer may still use, by transfer.
 
-    A block is held, or quarantined when it is not known when its transfer ends, and is freed exactly once.
+    Each is held, or quarantined if its transfer's end is unknown, and is freed exactly once.
     """
 
     def __init__(self) -> None:
@@ -110,21 +103,21 @@ class BlocksInTransfer:
         self._held[transfer] = blocks
 
     def take_from(self, transfer: Hashable, blocks: Collection[int]) -> None:
-        """The transfer holds these no longer, if it did: another one accounts for them."""
+        """Another transfer now accounts for these blocks, if this one held them."""
         if transfer in self._held:
             self._held[transfer] = [block for block in self._held[transfer] if block not in blocks]
 
     def quarantine(
         self, transfer: Hashable, peer: str, blocks: list[int] | None = None
     ) -> Iterator[BlockEvent]:
-        """Quarantine `blocks`; without them, the blocks that the transfer holds."""
+        """Quarantine `blocks` (default: those that the transfer holds)."""
         lost = self._held.pop(transfer, []) if blocks is None else blocks
         if lost:
             self._quarantined[transfer] = lost
             yield BlocksQuarantined(lost, peer)
 
     def free(self, transfer: Hashable) -> Iterator[BlockEvent]:
-        """The transfer has ended: free its blocks, if it has any here."""
+        """The transfer has ended: free the blocks that it holds, if any."""
         if held := self._held.pop(transfer, None):
             yield BlocksReleased(held)
         if quarantined := self._quarantined.pop(transfer, None):
@@ -132,9 +125,9 @@ class BlocksInTransfer:
 
 
 class KvConnector:
-    """Used by the engine core's thread, for every sequence when it begins and ends.
+    """The engine core's thread calls it when a sequence begins and ends.
 
-    This base class is for an engine without cache_transceiver_config, whose API refuses requests with a handoff.
+    This base class serves an engine without cache_transceiver_config, which refuses requests with a handoff.
     """
 
     #: The transport's name; "off" without one.
@@ -156,7 +149,7 @@ class KvConnector:
 
     @property
     def num_active(self) -> int:
-        """Leases, prefills that wait for their decode, and transfers that still use blocks."""
+        """Number of leases, prefills that wait for decode, and transfers that still use blocks."""
         return 0
 
     @property
@@ -165,9 +158,7 @@ class KvConnector:
         return False
 
     def accept(self, request: AddRequest) -> KvHandle | None:
-        """The handle of the handoff that the request continues, if any. Raises a DisaggError for a context_only or
-        generation_only request that this engine cannot run.
-        """
+        """The handle of the request's handoff, if any. Raises a DisaggError for a phase that this engine cannot run."""
         return None
 
     def awaits_offer(self, sequence: Sequence) -> bool:
@@ -175,33 +166,33 @@ class KvConnector:
         return False
 
     def start(self, sequence: Sequence) -> None:
-        """Get KV into the sequence's blocks from the other engine; `KvArrived` or `PrefixArrived` follows."""
+        """Fetch KV from the peer into the sequence's blocks; `KvArrived` or `PrefixArrived` follows."""
         raise AssertionError("an engine without KV transfer has no peer to fetch KV from")
 
     def computed(self, sequence: Sequence) -> None:
         """More of the sequence's prompt has been computed."""
 
     def hand_off(self, sequence: Sequence, output: TokenOutput) -> bool:
-        """A prefill has ended with its first token: take over its blocks. True when `output`, now with the handoff, is
-        to be sent at once; False when `HandedOff` brings it later.
+        """Take over the blocks of a prefill that has its first token. Returns True if the caller should send `output`,
+        now with the handoff, at once; False if `HandedOff` brings it later.
         """
         raise AssertionError("an engine without KV transfer takes no context_only request")
 
     def release(self, sequence: Sequence) -> list[int]:
-        """A sequence has ended without a handoff: return its blocks that are free now. The others follow as
-        `BlocksReleased` when no transfer uses them any more. A handoff that it has not begun to read is declined.
+        """Return the free blocks of a sequence that ended without a handoff. The others follow as `BlocksReleased`
+        once no transfer uses them. Declines a handoff that it has not begun to read.
         """
         return sequence.blocks
 
     def decline(self, handle: KvHandle) -> None:
-        """Tell the prefill engine that this handoff will not be read: its request was not enqueued."""
+        """Tell the prefill engine that this handoff will not be read."""
 
     def abort(self, request_id: int) -> Sequence | None:
-        """End what the scheduler does not have: a lease, or a prefill that waits for an offer (which is returned)."""
+        """End a lease, or a prefill that waits for an offer; return the latter. The scheduler has neither."""
         return None
 
     def poll(self) -> Iterator[KvEvent]:
-        """The events since the last call. The caller must apply each event before it takes the next one."""
+        """The events since the last call. Apply each event before taking the next."""
         return iter(())
 
     def seconds_to_deadline(self) -> float | None:

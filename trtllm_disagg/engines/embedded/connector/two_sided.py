@@ -1,6 +1,5 @@
-"""The KV connector of an engine with a transport, and its three ends of transfers: decode reads (CONTEXT_FIRST);
-decode's blocks are written, and prefill writes them (GENERATION_FIRST). Prefill's end of a read is a lease
-(`kv_transfer/pull.py`).
+"""The KV connector of an engine with a transport. Its three parts: decode reads (CONTEXT_FIRST); decode's blocks are
+written, and prefill writes them (GENERATION_FIRST). A lease serves the reads (`kv_transfer/pull.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +18,15 @@ from trtllm_disagg.engines.embedded.connector.connector import (
     KvFailed,
     Offered,
     PrefixArrived,
-    PrefixLost,
     ReadEnded,
 )
 from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, MadeHandoff, TokenOutput
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, prompt_digest
+from trtllm_disagg.engines.embedded.kv_transfer.connections import (
+    LateTransfer,
+    LateTransfers,
+    PeerConnections,
+)
 from trtllm_disagg.engines.embedded.kv_transfer.control import (
     MAX_OFFER_SECONDS,
     Failure,
@@ -35,7 +38,6 @@ from trtllm_disagg.engines.embedded.kv_transfer.control import (
     Withdraw,
     new_ticket,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.peers import LateTransfer, LateTransfers, Peers
 from trtllm_disagg.engines.embedded.kv_transfer.pull import KvReceiver, KvSender, Pull
 from trtllm_disagg.engines.embedded.kv_transfer.push import (
     GIVEN_UP,
@@ -53,9 +55,7 @@ from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle
 
 
 class IncomingReads:
-    """CONTEXT_FIRST, the receiver's end: decode reads a finished prefill's blocks, or prefill reads the start of its
-    prompt out of a decode engine's cache.
-    """
+    """CONTEXT_FIRST, decode's end: reads a finished prefill's blocks."""
 
     def __init__(self, receiver: KvReceiver, late: LateTransfers, blocks: BlocksInTransfer) -> None:
         self._receiver = receiver
@@ -64,7 +64,7 @@ class IncomingReads:
         self._reading: dict[Pull, Sequence] = {}
 
     def start(self, sequence: Sequence) -> None:
-        """Fetch the prompt's blocks, except the first ones, which are in this engine's prefix cache."""
+        """Fetch the prompt's blocks that are not in this engine's prefix cache."""
         handle, num_known = sequence.handle, len(sequence.keys)
         assert handle is not None
         local = sequence.blocks[num_known : len(handle.blocks)]
@@ -91,21 +91,15 @@ class IncomingReads:
             if error is None and not sequence.aborted:
                 yield self._arrived(sequence, pull)
                 continue
-            if sequence.is_context_only and not sequence.aborted:
-                log.info("%d blocks are computed, and not pulled: %s", len(pull.local), error)
-                yield PrefixLost(sequence)
-                continue
             if error is not None and not sequence.aborted:
                 yield KvFailed(sequence.request_id, error)
             yield ReadEnded(sequence)
 
-    def _arrived(self, sequence: Sequence, pull: Pull) -> KvArrived | PrefixArrived:
+    def _arrived(self, sequence: Sequence, pull: Pull) -> KvArrived:
         handoff = sequence.handoff
         assert handoff is not None
         if sequence.timer is not None:
             sequence.timer.transfer_ended(pull.bytes_moved)
-        if sequence.is_context_only:
-            return PrefixArrived(sequence)
         return KvArrived(
             sequence,
             handoff.first_gen_tokens[0],
@@ -127,7 +121,7 @@ class IncomingWrites:
         layout: KvLayout,
         seconds: float,
     ) -> None:
-        """`endpoint`: of this engine; `seconds`: how long prefill's notice is awaited."""
+        """`endpoint`: this engine's; `seconds`: how long to wait for prefill's notice."""
         self._receiver = receiver
         self._blocks = blocks
         self._endpoint = endpoint
@@ -140,7 +134,7 @@ class IncomingWrites:
         return [expected.end for expected in self._expected.values()]
 
     def start(self, sequence: Sequence) -> None:
-        """Offer the prompt's blocks, which the sequence now has."""
+        """Offer the sequence's newly allocated blocks."""
         assert sequence.rendezvous is not None
         offer = Offer(
             request=sequence.rendezvous.request,
@@ -217,21 +211,21 @@ class OutgoingWrites:
         tokens_per_block: int,
         seconds: float,
     ) -> None:
-        """`seconds`: how long decode's offer is awaited."""
+        """`seconds`: how long to wait for decode's offer."""
         self._offers = offers
         self._pusher = pusher
         self._late = late
         self._blocks = blocks
         self._size = tokens_per_block
         self._seconds = seconds
-        #: Prefills without an offer, blocks or a place in the batch, by disagg_request_id, with their deadline.
+        #: Prefills without an offer (and so without blocks), by disagg_request_id, with their deadline.
         self._awaited: dict[int, tuple[Sequence, float]] = {}
         self._pushed: dict[Sequence, Push] = {}
-        #: Finished prefills: the output for the client once decode has accepted the notice.
+        #: Finished prefills: their output, sent once decode has accepted the notice.
         self._delivering: dict[Push, TokenOutput] = {}
         #: Late writes, which may still fill decode's blocks.
         self._landing: dict[LateTransfer, Push] = {}
-        #: A prefill was added since the offers were last checked.
+        #: A prefill was added since the last check of the offers.
         self.has_news = False
 
     @property
@@ -251,7 +245,7 @@ class OutgoingWrites:
         self.has_news = True
 
     def start(self, sequence: Sequence) -> None:
-        """Read the part of the prompt that only decode has in its cache, instead of computing it."""
+        """Read the part of the prompt that only decode has cached, instead of computing it."""
         first = len(sequence.keys)
         local = sequence.blocks[first : sequence.num_fetchable]
         self._pusher.read(self._pushed[sequence], first, local)
@@ -266,7 +260,7 @@ class OutgoingWrites:
                 push.num_sent = end
 
     def hand_off(self, sequence: Sequence, output: TokenOutput) -> None:
-        """The first token is there: send decode the notice once all blocks are written."""
+        """Send decode the notice with the first token, once all blocks are written."""
         push = self._pushed.pop(sequence)
         output.handoff = MadeHandoff(b"", sequence.output, sequence.request_id, "")
         self._delivering[push] = output
@@ -283,11 +277,11 @@ class OutgoingWrites:
         self._pusher.deliver(push, notice)
 
     def release(self, sequence: Sequence) -> list[int]:
-        """The blocks that no move uses; those of a push come free when its last move has ended."""
+        """The blocks that no move uses; a push frees its blocks after its last move."""
         push = self._pushed.pop(sequence, None)
         if push is None:
             return sequence.blocks
-        self._pusher.fail(push, "the request has ended there")
+        self._pusher.fail(push, "the request has ended on the prefill worker")
         self._blocks.hold(push, sequence.blocks)
         return []
 
@@ -314,7 +308,7 @@ class OutgoingWrites:
             yield from self._moved(move)
 
     def landed(self, late: LateTransfer) -> None:
-        """This late transfer has ended. After a write, decode's next withdrawal finds that the push has stopped."""
+        """A late transfer ended. If it was a write, decode's next withdrawal finds the push stopped."""
         if push := self._landing.pop(late, None):
             push.landed()
             self._offers.forget(push)
@@ -351,7 +345,7 @@ class OutgoingWrites:
                 yield from self._blocks.free(move.push)
                 yield HandedOff(self._delivering.pop(move.push), move.push.bytes_moved)
             case "stopped":
-                # A write that may still land does so in blocks that decode keeps in quarantine.
+                # Decode keeps the blocks of a late write in quarantine.
                 yield from self._blocks.free(move.push)
             case "failure_sent":
                 self._offers.forget(move.push)
@@ -372,7 +366,7 @@ class OutgoingWrites:
 
     def _late_move(self, move: Move, late: LateTransfer, sequences: list[Sequence]) -> Iterator[KvEvent]:
         if move.filled:
-            # Of the request, or held by the push when the request has been aborted meanwhile.
+            # The request has these blocks; if it was aborted, the push does.
             self._blocks.take_from(move.push, move.filled)
             for sequence in sequences:
                 sequence.blocks = [block for block in sequence.blocks if block not in move.filled]
@@ -402,7 +396,7 @@ class TwoSidedConnector(KvConnector):
         wake: Callable[[], None],
     ) -> None:
         """`wake` is called from other threads when `poll` has events. `takes_offers` is False for an engine of several
-        ranks, among which the blocks that prefill writes would have to be divided.
+        ranks: prefill cannot split its writes among them.
         """
         seconds, size = timeouts.transfer, layout.tokens_per_block
         self._transport = transport
@@ -415,7 +409,7 @@ class TwoSidedConnector(KvConnector):
             timeouts=timeouts,
             on_lease_ended=wake,
         )
-        self.peers = Peers(transport, layout, timeouts=timeouts, on_change=wake)
+        self.peers = PeerConnections(transport, layout, timeouts=timeouts, on_change=wake)
         self.receiver = KvReceiver(self.peers, on_finished=wake)
         self.offers = OfferBook(layout.fingerprint(), wake, timeouts.stop)
         self.pusher = KvPusher(self.peers, on_finished=wake)
@@ -449,7 +443,7 @@ class TwoSidedConnector(KvConnector):
 
     @property
     def num_active(self) -> int:
-        """Without the requests that expect KV, which the scheduler counts."""
+        """Excludes requests that expect KV: the scheduler counts them."""
         return self.num_leases + self._outgoing.num_awaited + self._blocks.num_held
 
     @property
@@ -461,8 +455,6 @@ class TwoSidedConnector(KvConnector):
         if rendezvous is not None and not self._takes_offers:
             raise InvalidRequestError("schedule_style GENERATION_FIRST needs tensor_parallel_size 1")
         if rendezvous is None:
-            if request.request_type == "context_only" and request.handoff is not None:
-                return self._handle_of_start(request.handoff.opaque_state, request)
             return self._fitting_handle(request) if request.request_type == "generation_only" else None
         if request.request_type == "context_only" and self._outgoing.is_awaited(rendezvous.request):
             raise InvalidRequestError(f"disagg_request_id {rendezvous.request} is in use")
@@ -557,24 +549,6 @@ class TwoSidedConnector(KvConnector):
             ctx_request_id=sequence.request_id,
             ctx_info_endpoint=self.endpoint,
         )
-
-    def _handle_of_start(self, opaque_state: bytes, request: AddRequest) -> KvHandle | None:
-        """That of the prompt's first blocks in another engine's cache. None for one that is of no use."""
-        try:
-            handle = decode_handle(opaque_state)
-        except HandoffRefusedError as error:
-            log.warning("a prefill pulls nothing: %s", error)
-            return None
-        count = len(handle.blocks) * self._layout.tokens_per_block
-        if (
-            handle.num_tokens == count < len(request.prompt)
-            and request.sampling.prompt_logprobs is None
-            and handle.prompt == prompt_digest(request.prompt[:count], request.cache_salt)
-        ):
-            return handle
-        log.warning("a prefill pulls nothing: the handle of %s is not for its prompt", handle.sender)
-        self.decline(handle)
-        return None
 
     def _fitting_handle(self, request: AddRequest) -> KvHandle:
         """Raise HandoffRefusedError unless the handoff belongs to this prompt and fits this engine."""

@@ -1,4 +1,4 @@
-"""An embedded engine's core, made from the arguments of LLM(...)."""
+"""Builds an embedded engine's core from the arguments of LLM(...)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trtllm_disagg.common.reports import LOADING, Reporter
 from trtllm_disagg.engines.embedded.connector.connector import KvConnector
 from trtllm_disagg.engines.embedded.connector.two_sided import TwoSidedConnector, timeouts_of
 from trtllm_disagg.engines.embedded.core.engine_core import EngineCore
+from trtllm_disagg.engines.embedded.core.image_queue import ImageQueue
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.ipc.messages import Ready, SamplingSpec
 from trtllm_disagg.engines.embedded.kv_cache.pool import (
@@ -39,11 +41,11 @@ from trtllm_disagg.engines.embedded.tensor_parallel.group import OtherRank, use_
 from trtllm_disagg.engines.embedded.tensor_parallel.team import Runner, SingleRank, Team, open_team
 from trtllm_disagg.engines.embedded.tensor_parallel.transfers import TeamTransport, transport_of
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.reports import LOADING, Reporter
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.core.core_process import CoreProcess
     from trtllm_disagg.engines.embedded.model.guided_decoding import Guides
+    from trtllm_disagg.engines.embedded.model.vision import VisionTower
 
 
 log = logging.getLogger(__name__)
@@ -63,7 +65,7 @@ class SamplingModel:
         if sampling:
             return sample(logits, sampling)
         if logits.is_cuda:
-            # Nothing has waited for the device, and the KV of this step may be moved at once.
+            # A transfer may move this step's KV at once, so wait for the device.
             torch.cuda.current_stream(logits.device).synchronize()
         return []
 
@@ -84,7 +86,7 @@ def _with_prompts(logits: torch.Tensor, rows: list[Row], sampling: list[Sequence
 
 
 def for_process(arguments: dict[str, Any], process: CoreProcess, reporter: Reporter) -> EngineCore:
-    """The core in a process that is the engine, or its rank 0."""
+    """The core for a process that is the engine or its rank 0."""
     args = LlmArgs.model_validate(arguments)
     team = open_team(args, process.fail)
     use_cpus(args, rank=0)
@@ -97,7 +99,7 @@ def build_core(
     team: SingleRank | Team | None = None,
     reporter: Reporter | None = None,
 ) -> EngineCore:
-    """`wake` is called from other threads when a transfer ended and `step` has something to do."""
+    """`wake` is called from other threads when a transfer has ended and `step` has work."""
     reporter = reporter or Reporter()
     team = team or SingleRank()
     device = choose_device(args.embedded.device, team.size)
@@ -112,9 +114,10 @@ def build_core(
     if longest < wanted_length:
         log.info("max_seq_len is %d, and not %d: the KV pool holds no more tokens", longest, wanted_length)
     blocks = create_blocks(kv_config, num_blocks, longest)
-    team.start(plan.told_to_all(args), num_blocks)
-    reporter.tell(LOADING)
+    team.start(plan.for_all_ranks(args), num_blocks)
+    reporter.report(LOADING)
     model = load_model(Path(args.model), shape, plan.kind)
+    tower = _load_tower(args, shape)
     team.shard(model)
     wanted = new_pool(shape, num_blocks, size, device, team.size)
     layout = kv_layout(shape, size)
@@ -124,7 +127,7 @@ def build_core(
     with plan.ops.reporting_compilation(reporter):
         forward = plan.make_forward(model, pool, longest, reporter)
         runner = team.broadcasting(ModelRunner(forward, pool, plan.ops))
-        reporter.tell("warming up")
+        reporter.report("warming up")
         warm_up(runner, Path(args.model), num_blocks, size)
     ready = Ready(
         num_blocks=num_blocks,
@@ -136,6 +139,7 @@ def build_core(
         endpoint=connector.endpoint,
         pids=team.pids,
         is_exact=plan.is_exact,
+        image_tokens=shape.image_tokens,
     )
     return EngineCore(
         ready=ready,
@@ -146,12 +150,22 @@ def build_core(
         guides=_create_guides(args, shape),
         stats=IterationStats(args),
         block_bytes=kv.nbytes // num_blocks,
+        images=ImageQueue(tower),
         close_last=team.close,
     )
 
 
+def _load_tower(args: LlmArgs, shape: ModelShape) -> VisionTower | None:
+    """Imports transformers' vision models only for a model that takes images."""
+    if shape.image_tokens is None:
+        return None
+    from trtllm_disagg.engines.embedded.model.vision import load_tower
+
+    return load_tower(Path(args.model), shape.image_tokens.num_tokens)
+
+
 def _create_guides(args: LlmArgs, shape: ModelShape) -> Guides | None:
-    """What guiding needs is imported only where an engine guides."""
+    """Imports the library for guided decoding only if the engine guides."""
     if args.guided_decoding_backend is None:
         return None
     from trtllm_disagg.engines.embedded.model.guided_decoding import Guides, read_guide_tokenizer
@@ -167,10 +181,7 @@ def _create_connector(
     wake: Callable[[], None],
     others: Seq[OtherRank],
 ) -> tuple[KvConnector, torch.Tensor]:
-    """The connector and the pool, which must live in memory that the transport can serve.
-
-    `others` are the other ranks, with pools of their own.
-    """
+    """The connector, and the pool in memory that the transport can serve. `others`: ranks with their own pools."""
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return KvConnector(), new_memory(*pool)
@@ -192,9 +203,8 @@ _POSITIONS = 2
 
 
 def warm_up(runner: Runner, model: Path, num_blocks: int, tokens_per_block: int) -> None:
-    """A prefill, a decode, and both in one step, in blocks that are free yet. They prove that the weights give numbers,
-    and have every kernel compiled and loaded (seconds once on a machine, a tenth of one later) before a request waits
-    for it. Raises ConfigError for a model that gives something else than finite numbers.
+    """Run a prefill, a decode, and both in one step, in free blocks, so that no request waits for kernels to compile
+    (seconds once per machine, 0.1 s later). Raises ConfigError if the logits are not finite.
     """
     each = -(-_POSITIONS // tokens_per_block)
     first, second = (_sequence(range(i * each, (i + 1) * each)) for i in range(2))

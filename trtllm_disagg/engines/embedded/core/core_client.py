@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from trtllm_disagg import errors
+from trtllm_disagg.common.interpreter import environment
 from trtllm_disagg.engines.embedded.ipc.messages import (
     BUILDER,
     Command,
@@ -25,7 +26,6 @@ from trtllm_disagg.engines.embedded.ipc.messages import (
 )
 from trtllm_disagg.engines.embedded.ipc.sockets import Link, Listener, accept
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import Launch, RankWatch, core_launch
-from trtllm_disagg.processes.interpreter import environment
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class CoreClient:
         self._process = _spawn(launch(num_ranks, num_threads, environment()), start)
         try:
             self._link = self._open.enter_context(contextlib.closing(self._accept(listener)))
-            self._link.wait_at_most(_POLL_SECONDS)
+            self._link.wait_up_to(_POLL_SECONDS)
             self.ready = self._wait_ready()
         except BaseException:
             self._cleanup()
@@ -77,12 +77,17 @@ class CoreClient:
         return not self._closing and self._process.poll() is None
 
     def send(self, command: Command) -> None:
-        """Send the command; after the core's death it is dropped, and `on_death` reports the death."""
+        """Send the command. After the core's death it is dropped; `on_death` reports the death."""
         if not self._closing:
             self._link.send(command)
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of commands that the core has not received yet."""
+        return self._link.unsent_bytes
+
     def close(self) -> None:
-        """Ask the core to end, and end it if it does not."""
+        """Ask the core to end; kill it if it does not."""
         if self._closing:
             return
         self.send(Shutdown())
@@ -134,13 +139,13 @@ class CoreClient:
                     self._end()
                     return
         except Exception as error:
-            # Without this thread every request would wait for ever.
+            # Without this thread no request would ever end.
             log.exception("receiving from the engine process failed")
             if not self._closing:
                 self._on_death(f"receiving from the engine process failed: {error}")
 
     def _check_silent_core(self) -> None:
-        """Nothing came in time: find out whether the core has died or a rank was stopped."""
+        """After silence: has the core died, or was a rank stopped?"""
         if self._process.poll() is not None:
             self._deliver(wait=False)  # its last messages
             self._failure = self._failure or self._ranks.first_to_end() or self._exit_code()
@@ -149,11 +154,11 @@ class CoreClient:
             self._ranks.kill()
 
     def _deliver(self, *, wait: bool) -> bool:
-        """Handle the messages that came in time; True when there were any."""
+        """Handle the messages that have arrived; True if there were any."""
         try:
             reports = self._link.receive(wait=wait)
         except EOFError:
-            # The core has closed its socket, so it is ending; if it does not end soon, it hangs.
+            # The core has closed its socket: it ends soon, or it hangs.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(self._end_seconds)
             if self._process.poll() is None and not self._closing:
@@ -193,7 +198,7 @@ class CoreClient:
 
 
 def _start_error(report: Failed) -> Exception:
-    """The core's own exception where it is one of ours, else an EngineError that names it."""
+    """The core's exception if it is one of ours, else an EngineError that names it."""
     return errors.named(report.kind, report.message) or errors.EngineError(
         f"the engine cannot start: {report.kind}: {report.message}"
     )

@@ -1,7 +1,7 @@
 """The engine core as a process of its own: it receives commands and sends one report per step over a Unix socket.
 
-Started by core_client.py. Standard input carries the start message and then stays open: when it closes, the worker has
-ended, and this process ends too.
+core_client.py starts it. Standard input carries the start message and stays open; when it closes, the worker has
+ended and this process ends too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from trtllm_disagg.common.reports import reporter_of
 from trtllm_disagg.engines.embedded.ipc.messages import (
     AbortRequest,
     AddRequest,
@@ -36,7 +37,6 @@ from trtllm_disagg.engines.embedded.ipc.messages import (
 from trtllm_disagg.engines.embedded.ipc.sockets import Link, connect
 from trtllm_disagg.engines.embedded.tensor_parallel.launch import IN_JOB, exit_with_parent, own_rank
 from trtllm_disagg.errors import DisaggError
-from trtllm_disagg.processes.reports import reporter_of
 
 log = logging.getLogger("trtllm_disagg.engines.embedded")
 
@@ -46,22 +46,21 @@ _commands = msgspec.msgpack.Decoder(Command)
 
 #: `gc.set_threshold` (Python's default: 700, 10, 10). Steps make few reference cycles.
 _COLLECTOR_THRESHOLDS = 20_000, 20, 20
-#: After this time without work, memory that steps needed is returned to the system.
+#: Seconds without work after which free memory is returned to the system.
 _IDLE_SECONDS = 1.0
-#: poll takes no more than 24 days.
+#: poll accepts at most 24 days.
 _LONGEST_WAIT = 86_400.0
-#: How often StepWatch checks a step within its time limit.
+#: Checks of a step within its time limit.
 _CHECKS_A_STEP = 10
 
 
 class StepWatch:
-    """A context around each step and the commands before it. When these do not return in time, `fail` is called from a
-    thread, because all requests would wait for ever. Time in which this process was stopped does not count. A step that
-    holds the interpreter's lock is not noticed.
+    """A context around each step and its commands. If they do not return in time, a thread calls `fail`, since all
+    requests would wait for ever. Time while this process is stopped does not count. Misses a step that holds the GIL.
     """
 
-    def __init__(self, most_seconds: float, fail: Callable[[str], None]) -> None:
-        self._most_seconds = most_seconds
+    def __init__(self, max_seconds: float, fail: Callable[[str], None]) -> None:
+        self._max_seconds = max_seconds
         self._fail = fail
         #: Odd while a step runs.
         self._begun_and_ended = 0
@@ -81,13 +80,13 @@ class StepWatch:
 
     def _watch(self) -> None:
         seen, checks = 0, 0
-        while not self._over.wait(self._most_seconds / _CHECKS_A_STEP):
+        while not self._over.wait(self._max_seconds / _CHECKS_A_STEP):
             now = self._begun_and_ended
             checks = checks + 1 if now == seen and now % 2 else 0
             seen = now
             if checks == _CHECKS_A_STEP:
                 self._fail(
-                    f"a step has not ended after {self._most_seconds:g} s (embedded.step_timeout_seconds)"
+                    f"a step has not ended after {self._max_seconds:g} s (embedded.step_timeout_seconds)"
                 )
                 return
 
@@ -97,7 +96,7 @@ class CoreProcess:
         self._link = Link(connect(start.address), _commands)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._num_active = 0
-        #: Process ids of the other ranks. This process kills them when the worker has ended.
+        #: Process ids of the other ranks, killed when the worker has ended.
         self.others: list[int] = []
         self._poll = select.poll()
         self._poll.register(self._link, select.POLLIN)
@@ -123,7 +122,7 @@ class CoreProcess:
                 os.kill(pid, signal.SIGKILL)
 
     def serve(self, core: Any, step_timeout_seconds: float | None) -> None:
-        """Run the core until Shutdown. Sleeps while the core has no work."""
+        """Run the core until Shutdown; sleep while it has no work."""
         if step_timeout_seconds is None:
             self._serve(core, contextlib.nullcontext())
             return
@@ -183,7 +182,7 @@ class CoreProcess:
 
 
 def _apply(commands: list[Command], core: Any) -> bool:
-    """Give the commands to the core. False after Shutdown."""
+    """Apply the commands to the core; False after Shutdown."""
     for command in commands:
         match command:
             case Shutdown():
@@ -196,7 +195,7 @@ def _apply(commands: list[Command], core: Any) -> bool:
 
 
 def main() -> int:
-    # Files that an engine makes, such as UCX's shared memory, are readable by its user only.
+    # Only this user may read the engine's files, such as UCX's shared memory.
     os.umask(0o077)
     # Ctrl-C reaches the whole process group; the worker decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -240,7 +239,7 @@ def _read_line() -> bytes:
 
 def _build(start: Start, process: CoreProcess) -> Any:
     reporter = reporter_of(os.environ)
-    reporter.tell("loading libraries")
+    reporter.report("loading libraries")
     module, _, function = start.builder.partition(":")
     with _collector_off():
         build = getattr(importlib.import_module(module), function)
@@ -251,8 +250,8 @@ def _build(start: Start, process: CoreProcess) -> Any:
 
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
-    """Objects made inside live until the process ends, so the garbage collector is off meanwhile and skips them later.
-    Collecting takes a seventh of the computing of an engine's start.
+    """Turns the garbage collector off, and lets it skip the objects made inside: they live until the process ends.
+    Collecting took a seventh of an engine's start.
     """
     gc.disable()
     try:
@@ -264,7 +263,7 @@ def _collector_off() -> Iterator[None]:
 
 
 def _return_free_memory() -> None:
-    """Return memory that loading, packing and long prompts have freed, and that glibc would keep."""
+    """Return freed memory (of loading, packing, long prompts) that glibc would keep."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -274,5 +273,5 @@ if __name__ == "__main__":
     logging.shutdown()
     if IN_JOB in sys.argv:  # the launcher waits for the end of MPI, which happens in the C library's exit
         sys.exit(status)
-    # All is closed; unloading torch and UCX as well would delay the worker's shutdown by seconds.
+    # All is closed; unloading torch and UCX would only delay the worker's shutdown by seconds.
     os._exit(status)

@@ -1,4 +1,4 @@
-"""The engine core: requests in, steps, token outputs out. `core_process.py` has the sockets and the process."""
+"""The engine core: takes requests, runs steps, returns tokens. `core_process.py` has the sockets and the process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trtllm_disagg.engines.embedded.connector.connector import (
     KvFailed,
     Offered,
     PrefixArrived,
-    PrefixLost,
     ReadEnded,
 )
+from trtllm_disagg.engines.embedded.core.image_queue import ImageQueue
 from trtllm_disagg.engines.embedded.ipc.messages import (
     AddRequest,
     LogprobEntry,
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def of_sequence(sequence: Sequence, verdict: Verdict) -> TokenOutput:
-    """The sequence's tokens that were not sent yet, and their verdict."""
+    """The sequence's unsent tokens and their verdict."""
     num_unsent, logprobs = sequence.num_unsent, sequence.unsent_logprobs
     sequence.num_unsent, sequence.unsent_logprobs = 0, []
     end, timer = len(sequence.tokens), sequence.timer
@@ -67,30 +67,29 @@ class StepModel(Protocol):
     """The model, or a stand-in that makes tokens."""
 
     def run(self, rows: list[Row]) -> list[Sampled]:
-        """One `Sampled` for each of `rows` with `num_logits`, in their order."""
+        """One `Sampled` per row with `num_logits`, in order."""
 
     def close(self) -> None: ...
 
 
 @dataclass(kw_only=True, eq=False)
 class EngineCore:
-    """`add` and `abort` requests, call `step` while `has_work`. Used by one thread; `build.py` makes the embedded
-    engine's.
-    """
+    """`add` and `abort` requests; call `step` while `has_work`. For one thread; `build.py` makes one."""
 
     ready: Ready
     blocks: BlockManager
     scheduler: Scheduler
     connector: KvConnector
     model: StepModel
-    #: None without guided_decoding_backend: then no request brings a grammar.
+    #: None without guided_decoding_backend.
     guides: Guides | None
     stats: IterationStats
     #: Bytes of KV in one block.
     block_bytes: int
+    images: ImageQueue = field(default_factory=ImageQueue)
     #: The clock of all measured times.
     clock: Clock = time.monotonic
-    #: Called after the model and the connector are closed.
+    #: Called after model and connector are closed.
     close_last: Callable[[], None] = lambda: None
     #: Outputs for the next report.
     _outbox: list[TokenOutput] = field(default_factory=list, init=False)
@@ -102,9 +101,6 @@ class EngineCore:
         """Enqueue the request, or answer it with an error output. Never raises."""
         handle = None
         try:
-            if request.request_type == "cached_only":
-                self._lease_cached(Sequence.from_request(request, 0, None, self.clock))
-                return
             handle = self.connector.accept(request)
             sequences = [
                 Sequence.from_request(request, i, handle, self.clock) for i in range(request.num_choices)
@@ -117,6 +113,9 @@ class EngineCore:
                 self.connector.decline(handle)
             self._fail(request.request_id, _refusal(raised))
             return
+        if request.pixels:
+            self.images.add(request, sequences)
+            return
         for sequence in sequences:
             if not self.connector.awaits_offer(sequence):
                 self._enqueue(sequence)
@@ -126,6 +125,8 @@ class EngineCore:
         found = self.scheduler.find(request_id)
         if not found and (waiting := self.connector.abort(request_id)):
             self._cancelled(waiting)
+        for sequence in self.images.abort(request_id):
+            self._cancelled(sequence)
         for sequence in [each for each in found if not each.aborted]:
             self._cancelled(sequence)
             if sequence.is_filled:
@@ -138,12 +139,14 @@ class EngineCore:
     @property
     def num_active(self) -> int:
         """Number of waiting and running requests, and of the connector's leases, waits and transfers."""
-        return len(self.scheduler.waiting) + self.scheduler.num_active + self.connector.num_active
+        waiting = len(self.images) + len(self.scheduler.waiting)
+        return waiting + self.scheduler.num_active + self.connector.num_active
 
     @property
     def has_work(self) -> bool:
         """False when only a new command or a finished transfer can change anything."""
-        return self.scheduler.has_runnable or bool(self._outbox) or self.connector.has_news
+        has_more = bool(self._outbox or self.images) or self.connector.has_news
+        return self.scheduler.has_runnable or has_more
 
     def step(self) -> StepReport:
         """Admit, run one fused forward, and report every token that came out of it."""
@@ -152,9 +155,11 @@ class EngineCore:
             self._apply(event)
         if self._has_shrunk:
             self._fail_sequences_that_no_longer_fit()
+        if self.images:
+            self._encode_image()
         for sequence in self.scheduler.admit():
             self.connector.start(sequence)
-        rows = self.scheduler.schedule()
+        rows = self._computable(self.scheduler.schedule())
         if rows:
             self._run(rows)
         handoffs = self.connector.num_leases, self.connector.oldest_lease
@@ -179,15 +184,10 @@ class EngineCore:
             case Offered(sequence):
                 self._enqueue(sequence)
             case PrefixArrived(sequence):
-                num_arrived = sequence.num_fetchable * self.blocks.tokens_per_block
-                # Its own cache may have had more.
-                sequence.num_cached = sequence.num_computed = max(sequence.num_computed, num_arrived)
-                sequence.num_fetchable = 0
+                sequence.num_computed = sequence.num_fetchable * self.blocks.tokens_per_block
+                sequence.num_cached = sequence.num_computed
                 self._commit(sequence)
                 self.scheduler.received(sequence)
-            case PrefixLost(sequence):
-                self.blocks.release(sequence.blocks)
-                self.scheduler.requeue(sequence)
             case KvArrived():
                 self._arrived(event)
             case ReadEnded(sequence):
@@ -211,16 +211,33 @@ class EngineCore:
         self.stats.received(event.bytes_moved, event.num_known * self.block_bytes)
         self.scheduler.received(sequence)
         if token >= (end := self.ready.vocab_size):
-            # Of a notice, so the prefill engine's fault; a handoff's token was checked when the client's request came.
+            # Prefill sent this token in a notice; a handoff's token was checked with the client's request.
             reason = f"prefill's first token is {token}; expected a token id in [0, {end})"
             self._retire_request(sequence.request_id, KvTransferError(reason))
             return
         sequence.num_computed, sequence.num_cached = sequence.num_prompt, event.num_cached
         self._commit(sequence)
-        # An empty entry for a token that came without one: each later entry stays that of its token.
+        # Empty if the token came without logprobs, so that later entries stay beside their tokens.
         self._accept(
             sequence, token, (event.logprobs or []) if sequence.sampling.logprobs is not None else None
         )
+
+    def _encode_image(self) -> None:
+        request_id = self.images.next_request
+        try:
+            for sequence in self.images.encode_one():
+                self._enqueue(sequence)
+        except EngineError as error:
+            self._fail(request_id, error)
+
+    def _computable(self, rows: list[Row]) -> list[Row]:
+        """Fail requests that lost the KV of an image (preemption without swap space) on the decode engine."""
+        if not any(row.lacks_image for row in rows):
+            return rows
+        for lost in dict.fromkeys(row.sequence.request_id for row in rows if row.lacks_image):
+            reason = "the KV of its images was given up, and only the prefill engine has the images"
+            self._retire_request(lost, KvTransferError(reason))
+        return [row for row in rows if row.sequence.status is Status.RUNNING]
 
     def _run(self, rows: list[Row]) -> None:
         for row in rows:
@@ -273,24 +290,10 @@ class EngineCore:
             self._outbox.append(output)
 
     def _hand_off(self, sequence: Sequence, output: TokenOutput) -> None:
-        """End the sequence, of which decode needs the KV. Its output is sent now, or once decode has its KV."""
+        """End the sequence but keep its KV for decode. Its output is sent now, or once decode has the KV."""
         self.scheduler.finish(sequence)
         if self.connector.hand_off(sequence, output):
             self._outbox.append(output)
-
-    def _lease_cached(self, sequence: Sequence) -> None:
-        """Hold the known blocks of a prompt for another engine, without that of its last token, which a prefill has to
-        compute. They stay in the cache.
-        """
-        keys = self.blocks.prompt_keys(sequence.tokens[:-1], sequence.salt)
-        sequence.blocks = self.blocks.match(keys)
-        self.blocks.acquire(sequence.blocks)
-        sequence.num_prompt = len(sequence.blocks) * self.blocks.tokens_per_block
-        sequence.tokens = sequence.tokens[: sequence.num_prompt]
-        output = TokenOutput(sequence.request_id, finish_reason="length")
-        if sequence.blocks:
-            self.connector.hand_off(sequence, output)
-        self._outbox.append(output)
 
     def _retire(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence)
@@ -310,13 +313,14 @@ class EngineCore:
             self._fail(request_id, error)
 
     def _commit(self, sequence: Sequence) -> None:
-        """Add every block that is full now to the prefix cache."""
+        """Add newly full blocks to the prefix cache."""
         if sequence.num_computed // self.blocks.tokens_per_block > len(sequence.keys):
             tokens = sequence.tokens[: sequence.num_computed]
-            self.blocks.commit(tokens, sequence.blocks, sequence.keys, sequence.salt, sequence.cache_salt)
+            salts = sequence.salt, sequence.cache_salt
+            self.blocks.commit(tokens, sequence.blocks, sequence.keys, *salts, sequence.images)
 
     def _fail_sequences_that_no_longer_fit(self) -> None:
-        """After the pool has shrunk: a sequence that no longer fits would block itself and the queue for ever."""
+        """The pool may have shrunk: a sequence that no longer fits would block the queue for ever."""
         self._has_shrunk = False
         for sequence in self.scheduler.unfinished():
             if sequence.status is Status.FINISHED:  # with another choice of its request

@@ -1,7 +1,7 @@
-"""Kernels that are compiled before the first engine starts.
+"""Compiles kernels before the first engine starts.
 
-`python -m trtllm_disagg.engines.embedded.core.precompile [DTYPE ...]` compiles them by a model of one layer with
-random weights: what is compiled depends on the types of numbers only.
+`python -m trtllm_disagg.engines.embedded.core.precompile [DTYPE ...]` runs a model of one layer with constant weights,
+since kernels depend only on dtypes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from trtllm_disagg.common.exits import ending_as_on_ctrl_c
+from trtllm_disagg.common.steadily import steadily
 from trtllm_disagg.engines.embedded.core.build import build_core
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.engines.embedded.params.model_config import expected_weights, read_config
-from trtllm_disagg.processes.exits import ending_as_on_ctrl_c
-from trtllm_disagg.processes.steadily import steadily
 
 DTYPES = ("float32", "bfloat16")
 
@@ -47,8 +47,8 @@ _CONFIG = {
 
 
 def precompile(dtype: str) -> None:
-    """All that an engine for models of this dtype needs; done at once when it is there already."""
-    # With a second thread, what the threads beside the first one run is compiled too.
+    """Compile all that an engine for models of this dtype needs; fast if it is cached."""
+    # A second thread compiles what the helper threads run.
     torch.set_num_threads(2)
     with ending_as_on_ctrl_c(), tempfile.TemporaryDirectory(prefix="trtllm-disagg-") as name:
         _write_model(Path(name), dtype)
@@ -69,7 +69,7 @@ def _write_model(directory: Path, dtype: str) -> None:
 
 
 def main(dtypes: Seq[str]) -> int:
-    """Every dtype in a process of its own, at the same time. Exit status 0: all is there."""
+    """Compile all dtypes at once, each in its own process. Returns 0 on success."""
     if not this_cpu().compiles:
         return 0
     if len(dtypes) == 1:
@@ -78,7 +78,7 @@ def main(dtypes: Seq[str]) -> int:
     command = (sys.executable, "-P", "-m", "trtllm_disagg.engines.embedded.core.precompile")
     with steadily("compiling kernels (once)"):
         processes = [subprocess.Popen((*command, dtype)) for dtype in dtypes or DTYPES]
-        # That of a process which a signal has ended is negative.
+        # A process that a signal ended has a negative status.
         return max(abs(process.wait()) for process in processes)
 
 

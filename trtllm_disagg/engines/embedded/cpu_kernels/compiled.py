@@ -1,9 +1,9 @@
-"""numba's njit as the kernels use it: no interpreter lock, no checks, and machine code kept on disk.
+"""numba's njit for the kernels: without interpreter lock and checks, and with machine code kept on disk.
 
-Compiled code contains the code of what it calls. So it is kept for one version of all kernels together. Each kernel is
-compiled by one process, once on a machine; the others wait for it and then load it. Its machine code is one file: there
-or not, whichever process is killed. A file lock is held from when a kernel is found missing until its file is there;
-the operating system drops the lock of a process that dies.
+Compiled code contains the code of its callees, so files are valid for one version of all kernels together. One process
+compiles a kernel, once per machine; the others wait and load it. A kernel's file is complete or missing, even if the
+process that writes it is killed. That process holds a file lock from finding the kernel missing until its file exists;
+the operating system drops the lock of a dead process.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
 
+from trtllm_disagg.common.reports import Reporter
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.processes.reports import Reporter
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class CompileLocks:
-    """One for each kernel. Used by one thread at a time: numba has a lock of its own for those of a process."""
+    """One file lock per kernel. Not thread safe: numba's own lock lets one thread of a process compile at a time."""
 
     def __init__(self, say: Callable[[str], None] = log.info) -> None:
         self._say = say
-        #: File descriptors, by compilations that are under way: kernels call kernels, which are compiled on the way.
+        #: File descriptors of each running compilation; a kernel's compilation compiles the kernels that it calls.
         self._held: list[list[int]] = []
         self._said: set[str] = set()
 
@@ -59,19 +59,19 @@ class CompileLocks:
                 os.close(fd)
 
     def take(self, file: Path) -> None:
-        """Inside such a block. Waits while another process compiles what `file` is for."""
+        """Lock `file`, inside `released_after`. Waits while another process compiles its kernel."""
         try:
             fd = os.open(_lock_of(file), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._held[-1].append(fd)
             self._wait_for(fd)
-            # Whatever others have begun to write, they were killed.
+            # Drafts are of processes that were killed.
             for draft in file.parent.glob(f"{file.stem}.*.draft"):
                 draft.unlink(missing_ok=True)
         except OSError as error:
             log.warning("cannot lock %s (%s): it may be compiled more than once", file, error)
 
-    def is_taken(self, file: Path) -> bool:
-        """By another process, which compiles what `file` is for."""
+    def is_locked(self, file: Path) -> bool:
+        """Whether another process is compiling the kernel of `file`."""
         try:
             with _lock_of(file).open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -82,24 +82,24 @@ class CompileLocks:
         return False
 
     def compiles(self) -> None:
-        self._tell("compiling kernels (once)")
+        self._report("compiling kernels (once)")
 
     def _wait_for(self, fd: int) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._tell("waiting for another process that compiles kernels (once)")
+            self._report("waiting for another process that compiles kernels (once)")
             fcntl.flock(fd, fcntl.LOCK_EX)
 
-    def _tell(self, what: str) -> None:
-        """Once a process, however many kernels there are."""
+    def _report(self, what: str) -> None:
+        """Report once per process, not per kernel."""
         if what not in self._said:
             self._said.add(what)
             self._say(what)
 
 
 class KernelCache(NullCache):  # type: ignore[misc]
-    """numba asks it for the code of one function before it compiles, and gives it what it has compiled."""
+    """The machine code of one function. numba looks here before it compiles, and saves the result here."""
 
     def __init__(self, function: Any, folder: Path, locks: CompileLocks) -> None:
         self._name = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
@@ -110,8 +110,8 @@ class KernelCache(NullCache):  # type: ignore[misc]
     def is_kept(self, sig: Any, target_context: Any) -> bool:
         return self._file(sig, target_context.codegen()).exists()
 
-    def is_taken(self, sig: Any, target_context: Any) -> bool:
-        return self._locks.is_taken(self._file(sig, target_context.codegen()))
+    def is_locked(self, sig: Any, target_context: Any) -> bool:
+        return self._locks.is_locked(self._file(sig, target_context.codegen()))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         with _without_blas():
@@ -120,7 +120,7 @@ class KernelCache(NullCache):  # type: ignore[misc]
         found = self._load(file, target_context)
         if found is None:
             self._locks.take(file)
-            # It may be what was just waited for.
+            # Another process may have written it meanwhile.
             found = self._load(file, target_context)
         if found is None:
             self._locks.compiles()
@@ -148,7 +148,7 @@ class KernelCache(NullCache):  # type: ignore[misc]
         return self._codec.rebuild(target_context, payload)
 
     def _file(self, sig: Any, codegen: Any) -> Path:
-        """Its name says what the code is for: argument types, processor and its features, versions."""
+        """Path with a hash of argument types, processor, its features and versions."""
         what = (str(sig), codegen.magic_tuple(), numba.__version__, platform.python_version())
         return self._folder / f"{self._name}.{_digest(repr(what).encode()).hex()}.kernel"
 
@@ -185,10 +185,10 @@ def _digest(content: bytes) -> bytes:
 
 
 def kernel_folder(name: str, environ: Mapping[str, str] = os.environ, beside: Path = _HERE) -> Path | None:
-    """The folder `name`, made when it is missing, in the first place that will do; `beside` is the package.
+    """Find or make the folder `name`. `beside`: the package's folder.
 
-    Only this user can write to it, since what is in it is run. Beside the source where that can be written to, else in
-    the user's cache directory, else None: kernels are kept in memory only. `NUMBA_CACHE_DIR` names another place.
+    Only this user may be able to write to it, since its files are executed. It is beside the source if possible, else
+    in the user's cache directory; None: kernels stay in memory. `NUMBA_CACHE_DIR` names another place.
     """
     tried = [place / name for place in _places(environ, beside)]
     for folder in tried:
@@ -214,7 +214,7 @@ def _places(environ: Mapping[str, str], beside: Path) -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Made if it is missing. Whether it is this user's, and only this user may write there."""
+    """Make the folder if missing. Whether it belongs to this user, and only this user may write there."""
     try:
         folder.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
         found = folder.lstat()
@@ -225,13 +225,13 @@ def _is_private(folder: Path) -> bool:
 
 
 def _version() -> str:
-    """Of all kernels, and of the processor as they may use it."""
+    """Hash of all kernels' sources and of the processor features that they may use."""
     sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
     return hashlib.blake2b(b"".join([*sources, repr(this_cpu()).encode()]), digest_size=6).hexdigest()
 
 
 class Kernel(CPUDispatcher):  # type: ignore[misc]
-    """A compiled function; its code outlives the process where there is a folder for it."""
+    """A compiled function. With a kernel folder, its code outlives the process."""
 
     folder: ClassVar[Path | None] = kernel_folder(_version())
     locks: ClassVar[CompileLocks] = CompileLocks()
@@ -262,13 +262,13 @@ def compiled(*, inner: bool = False, **options: Any) -> Callable[[_Function], _F
     return decorate
 
 
-def compile_unless_taken(kernel: Any, *arguments: Any) -> bool:
+def compile_unless_locked(kernel: Any, *arguments: Any) -> bool:
     """Compile a kernel for arguments of these types before it is called, unless it is kept already. False: another
     process is at it. This one can compile other kernels meanwhile, and waits only when it calls this one.
     """
     sig = tuple(kernel.typeof_pyval(argument) for argument in arguments)
     if kernel.folder is not None and not kernel._cache.is_kept(sig, kernel.targetctx):
-        if kernel._cache.is_taken(sig, kernel.targetctx):
+        if kernel._cache.is_locked(sig, kernel.targetctx):
             return False
         kernel.compile(sig)
     return True
@@ -282,7 +282,7 @@ def reporting_compilation(reporter: Reporter) -> Iterator[None]:
 
     class Compiled(event.Listener):  # type: ignore[misc]
         def on_start(self, event: Any) -> None:
-            reporter.tell("compiling kernels (once)")
+            reporter.report("compiling kernels (once)")
 
         def on_end(self, event: Any) -> None:
             """The next step tells what comes next."""

@@ -1,8 +1,7 @@
-"""What the engine may use of this processor: decided here and nowhere else.
+"""Decides which features of this processor the engine may use; no other file does.
 
-`TRTLLM_DISAGG_CPU_LEVEL` lowers it. torch, oneDNN and numba look at the processor for themselves when they are
-imported, so a lower level reaches them through their own variables, in the environment of the engine's process; and
-where those were set by hand, the level is no higher than they are.
+`TRTLLM_DISAGG_CPU_LEVEL` lowers the level. torch, oneDNN and numba detect the processor when they are imported, so the
+engine's process gets a lower level through their own variables. If a user has set those, the level is at most theirs.
 """
 
 from __future__ import annotations
@@ -58,9 +57,9 @@ _HUGE_PAGES = "glibc.malloc.hugetlb"
 @dataclass(frozen=True, slots=True)
 class CpuFeatures:
     level: Level
-    #: Multiplies bfloat16 numbers as such. Elsewhere they are only a way to store float32.
+    #: Multiplies bfloat16 numbers. Else bfloat16 only stores float32.
     has_bfloat16: bool = False
-    #: Multiplies tiles of them.
+    #: Multiplies tiles of bfloat16.
     has_amx: bool = False
 
     @property
@@ -79,7 +78,7 @@ class CpuFeatures:
 
 
 def this_cpu() -> CpuFeatures:
-    """As this process may use it. Raises ConfigError for a level that there is not."""
+    """The processor as this process may use it. Raises ConfigError for an unknown level."""
     return features_of(os.environ, platform.machine(), _flags())
 
 
@@ -93,8 +92,8 @@ def may_use_tiles() -> bool:
 
 
 def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a process must find in its environment before it imports torch or numba, to be at the level of this
-    `environment`. Raises ConfigError as `this_cpu`.
+    """The variables that a process needs before it imports torch or numba, for the level in `environment`. Raises
+    ConfigError for an unknown level.
     """
     machine, flags = platform.machine(), _flags()
     features = features_of(environment, machine, flags)
@@ -104,7 +103,7 @@ def environment_of(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def on_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
-    """What a process finds in its environment for weights on huge pages. A choice in `environment` stays."""
+    """The variables that put weights on huge pages. A choice in `environment` stays."""
     tunables = [each for each in environment.get(_MALLOC, "").split(":") if each]
     if any(each.startswith(_HUGE_PAGES) for each in tunables):
         return {}
@@ -112,7 +111,7 @@ def on_huge_pages(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def features_of(environment: Mapping[str, str], machine: str, flags: frozenset[str]) -> CpuFeatures:
-    """`machine` and `flags` as the kernel calls them. Raises ConfigError for a level that there is not."""
+    """`machine`, `flags`: the Linux kernel's names. Raises ConfigError for an unknown level."""
     wanted = environment.get(SETTING) or "native"
     native = _native(machine, flags)
     if wanted not in _ALLOWED:
@@ -134,7 +133,7 @@ def _native(machine: str, flags: frozenset[str]) -> CpuFeatures:
 
 
 def _bounded(features: CpuFeatures, environment: Mapping[str, str]) -> CpuFeatures:
-    """No more than torch, oneDNN and numba were told to use."""
+    """`features`, lowered to what the variables of torch, oneDNN and numba allow."""
     if features.level != "avx512":
         return features
     onednn = (environment.get("ONEDNN_MAX_CPU_ISA") or environment.get("DNNL_MAX_CPU_ISA") or "").upper()

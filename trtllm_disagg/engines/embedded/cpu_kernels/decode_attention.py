@@ -1,10 +1,9 @@
-"""Attention of one query over the paged pool, each row by itself (numba, CPU); as in layer_kernels.py.
+"""Attention of one query per row over the paged pool (numba, CPU). Rows are independent, as in layer_kernels.py.
 
-The kernels themselves are LLVM IR: a row's heads over a run of positions, their scores, and the weighted sums of the
-values. A few positions at a time, all heads of each: a layer's part of a block is read from one end to the other, and
-what is read soon is prefetched, beyond the run's end in the next block, where processors stop by themselves. The order
-of every sum is fixed (llvm_ir.py), and a run that is cut in two gives the same bits as the whole. Addresses and strides
-are in bytes.
+The kernels are LLVM IR: for a row's heads and a run of positions they compute scores, and weighted sums of values. They
+take a few positions at a time, with all heads, so they read a layer's part of a block from end to end. They prefetch
+across the run's end into the next block, where processors do not. Every sum has a fixed order (llvm_ir.py), so two
+halves of a run give the bits of one run. Addresses and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from numba import types
 from numba.core.cgutils import unpack_tuple
 from numba.extending import intrinsic
 
-from trtllm_disagg.engines.embedded.cpu_kernels.compiled import compile_unless_taken, compiled
+from trtllm_disagg.engines.embedded.cpu_kernels.compiled import compile_unless_locked, compiled
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.cpu_kernels.layer_kernels import load, pack
 from trtllm_disagg.engines.embedded.cpu_kernels.llvm_ir import (
@@ -310,14 +309,14 @@ def compile_heads_ahead(query: np.ndarray, pool: np.ndarray) -> bool:
     number, table, scratch = np.int64(0), np.zeros(1, np.int64), np.zeros((1, 1), np.float32)
     row = query[0]
     place = (number, number, pool, number, number, table, number, number, _ZERO, _ZERO)
-    return compile_unless_taken(attend_heads, row, *place, scratch, scratch, scratch, row)
+    return compile_unless_locked(attend_heads, row, *place, scratch, scratch, scratch, row)
 
 
 def compile_rows_ahead(query: np.ndarray, pool: np.ndarray) -> bool:
     """The same for `attend_rows`."""
     number, each, tables = np.int64(0), np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
     scores = np.zeros((1, 1), np.float32)
-    return compile_unless_taken(
+    return compile_unless_locked(
         attend_rows, query, pool, number, number, tables, each, each, _ZERO, _ZERO, scores, query
     )
 

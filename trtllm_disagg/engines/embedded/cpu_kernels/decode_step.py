@@ -1,8 +1,8 @@
-"""A whole decode step, embedding to logits, as one compiled call on one or several threads.
+"""A decode step from embedding to logits as one compiled call, on one or several threads.
 
-The same kernels in the same order as forward.py, so the same bits; what it saves is some fifty calls a step
-and, with several threads, waking them fifty times. Between stages the threads wait for each other
-at a barrier, and between steps in a sleep that needs no interpreter.
+It runs forward.py's kernels in the same order, so it has the same bits, and saves about fifty calls per step and fifty
+wake-ups of threads. Between stages, threads wait for each other at a barrier. Between steps they sleep without the
+interpreter.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numba import types
 
 from trtllm_disagg.engines.embedded.cpu_kernels import decode_attention
-from trtllm_disagg.engines.embedded.cpu_kernels.compiled import compile_unless_taken, compiled
+from trtllm_disagg.engines.embedded.cpu_kernels.compiled import compile_unless_locked, compiled
 from trtllm_disagg.engines.embedded.cpu_kernels.decode_attention import attend_heads
 from trtllm_disagg.engines.embedded.cpu_kernels.gemm_small_m import PANEL, multiply
 from trtllm_disagg.engines.embedded.cpu_kernels.layer_kernels import (
@@ -162,7 +162,7 @@ def _project(x: Any, address: Any, block: Any, bias: Any, out: Any, first: Any, 
 
 @compiled(inner=True)
 def _attend(w: Any, b: Any, layer: Any, rank: Any, num_threads: Any, tokens_per_block: Any) -> None:
-    """Rotate, store and attend: whole rows of this rank when there are enough, else heads of every row."""
+    """Rotate, store and attend. With enough rows each rank takes rows, else heads of every row."""
     rows, kv_heads = b.control[ROWS], b.pool.shape[1]
     num_heads, dim = b.query.shape[1], b.query.shape[2]
     buffer = np.empty(dim, np.float32)
@@ -213,9 +213,9 @@ def _attend(w: Any, b: Any, layer: Any, rank: Any, num_threads: Any, tokens_per_
 
 
 def compile_ahead(num_threads: int, w: Weights, b: Buffers, tokens_per_block: int) -> None:
-    """The engine that has begun with attention goes on with what calls it; another one compiles the rest meanwhile."""
+    """Compile attention, then its callers. Another engine that starts meanwhile compiles other kernels."""
     if decode_attention.compile_heads_ahead(b.query, b.pool):
-        compile_unless_taken(_attend, w, b, 0, 0, num_threads, tokens_per_block)
+        compile_unless_locked(_attend, w, b, 0, 0, num_threads, tokens_per_block)
         decode_attention.compile_rows_ahead(b.query, b.pool)
 
 

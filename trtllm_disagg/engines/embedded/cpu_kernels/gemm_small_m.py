@@ -1,13 +1,13 @@
-"""Products of a few rows with a packed weight, at the speed at which memory delivers the weight.
+"""Products of a few rows with a packed weight, as fast as memory delivers the weight.
 
-The weight is oneDNN's own packed copy (linear.py): panels of 64 outputs, in a panel one line of 64 weights for
-each input (float32), or for each pair of inputs (bfloat16). The inner loop is generated as vector code: `rows` x 64
-sums stay in registers while the panel streams by. Sums run over the inputs in order, in blocks of `block` inputs
-and their totals are added up: that is what oneDNN does, so the bits are the same whichever of the two runs. With
-fewer or narrower registers a panel is read in parts, one behind the other: the same sums.
+The weight is oneDNN's packed copy (linear.py): panels of 64 outputs; a panel has one line of 64 weights per input
+(float32) or per pair of inputs (bfloat16). The inner loop is generated vector code: `rows` x 64 sums stay in registers
+while the panel streams by. Sums run over the inputs in order, in blocks of `block` inputs, and the blocks' totals are
+added. oneDNN does the same, so both give the same bits. With fewer or narrower registers the kernel reads a panel in
+parts, one after the other, for the same sums.
 
-More rows take several passes. All of them go through a short piece of the panel before any goes on, so that only the
-first waits for memory, and each prefetches its share of the piece that follows. Between pieces sums lie in memory.
+More rows need several passes. All passes process a piece of the panel before the next piece: only the first one waits
+for memory, and each prefetches its share of the next piece. Between pieces, sums are in memory.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def as_block(outputs: int) -> int:
 
 def _emit(b: Any, instruction: str, *values: Any) -> None:
     """`instruction` in AT&T's notation, with the values as $0, $1. LLVM itself uses no tiles."""
-    kind = ir.FunctionType(ir.VoidType(), [I64] * len(values))
+    function_type = ir.FunctionType(ir.VoidType(), [I64] * len(values))
     constraints = ",".join([*("r" for _ in values), "~{memory}"])
-    b.asm(kind, instruction, constraints, list(values), side_effect=True)
+    b.asm(function_type, instruction, constraints, list(values), side_effect=True)
 
 
 @emitted(types.void, types.intp)
@@ -168,7 +168,7 @@ def multiply_tiles(x: Any, weight: Any, out: Any, first: Any, last: Any) -> None
 
 PANEL = 64
 #: More rows than this in one pass do not fit the registers.
-_MOST = 6
+_MAX_ROWS = 6
 _VECTORS = PANEL // LANES
 #: At least so many products of two numbers for a thread that takes a part: some 20 us.
 _PRODUCTS_OF_A_PART = 1 << 20
@@ -202,7 +202,7 @@ _FEW_PASSES = 3
 _SHORT, _LONG = _steps_in_cache(first_level_cache()), 256
 if this_cpu().level != "avx512":
     _SHORT = _LONG
-_FEWEST_PREFETCHING = next(rows for rows in range(1, _MOST) if _prefetches(rows))
+_FEWEST_PREFETCHING = next(rows for rows in range(1, _MAX_ROWS) if _prefetches(rows))
 
 
 def _pass_of(rows: int) -> Any:
@@ -288,7 +288,7 @@ def _emit_pass(
             b.store(b.select(adds, b.fadd(b.load(place, align=4), new), new), place, align=4)
 
 
-_pass_1, _pass_2, _pass_3, _pass_4, _pass_5, _pass_6 = (_pass_of(rows) for rows in range(1, _MOST + 1))
+_pass_1, _pass_2, _pass_3, _pass_4, _pass_5, _pass_6 = (_pass_of(rows) for rows in range(1, _MAX_ROWS + 1))
 
 
 @compiled()
@@ -302,7 +302,7 @@ def multiply(x: Any, weight: Any, block: Any, out: Any, first: Any, last: Any) -
         return
     rows, inputs = x.shape
     item, x_stride, out_stride = x.itemsize, x.strides[0], out.strides[0]
-    passes = (rows + _MOST - 1) // _MOST
+    passes = (rows + _MAX_ROWS - 1) // _MAX_ROWS
     # Passes of equal rows: each has time for an equal share of the prefetches (docs/log/cpu-kernels.md).
     fewest, larger = rows // passes, rows % passes
     by = (CACHE_LINE + passes - 1) // passes

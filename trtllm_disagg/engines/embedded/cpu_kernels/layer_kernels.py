@@ -1,9 +1,9 @@
-"""What lies between the matrix products of a transformer layer, each as one compiled call (numba, CPU).
+"""The operations between a transformer layer's matrix products, each as one compiled call (numba, CPU).
 
-Every row is computed by itself, in an order that depends on nothing but its own length, so the bits of a token do
-not change with the rest of the batch; and the compiler may not reorder anything (llvm_ir.py has the sums), so they
-do not change with the caller. Storage is float32, or bfloat16 as uint16 (numba has no such type); all
-arithmetic is float32. Compiled on first use and kept in files (compiled.py).
+Kernels compute each row by itself, in an order that depends only on its length, so a token's bits do not depend on the
+batch. The compiler may reorder nothing (llvm_ir.py has the sums), so they do not depend on the caller. Numbers are
+stored as float32, or as bfloat16 in uint16 (numba lacks bfloat16); arithmetic is float32. Code is compiled on first use
+and kept in files (compiled.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory; bfloat16 as uint16, which is how the kernels know it."""
+    """The tensor's memory as the kernels read it: bfloat16 as uint16."""
     if tensor.dtype == torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     array: np.ndarray = tensor.numpy()
@@ -37,7 +37,7 @@ def load(value: Any) -> Any:
 
 
 def pack(value: Any, like: Any) -> Any:
-    """A float32 as a number of `like`'s kind, rounded to nearest even."""
+    """A float32 as a number of `like`'s type, rounded to nearest even."""
 
 
 @overload(load, inline="always")

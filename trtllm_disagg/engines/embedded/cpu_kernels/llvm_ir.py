@@ -1,11 +1,11 @@
 """LLVM IR for compiled code: vector arithmetic 16 floats wide, sums in a fixed order, loops, prefetches.
 
-A compiler that may reorder sums gives the same source other bits in another place, and one that may not leaves them
-slow. So sums that must be reproducible are spelled out here: lane i adds up every sixteenth element from i on, the
-lanes are added pairwise at the end, and what is left over follows one by one. Multiply-adds are fused, always.
+If a compiler may reorder sums, the same source gets other bits in another place; if it may not, sums are slow. So
+reproducible sums are spelled out here: lane i adds every sixteenth element from i on, the lanes are added pairwise,
+then the remaining elements one by one. Multiply-adds are always fused.
 
-Functions called `emit_...` write IR with a builder, between values of IR; addresses are int64. Behind them are those
-that numba code calls, and multiply-adds of float32 or of pairs of bfloat16 with functions that are made of them.
+`emit_...` functions write IR with a builder; their values are IR values, addresses are int64. After them come functions
+for numba code, and multiply-adds of float32 or of pairs of bfloat16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOWEST = -3.0e38
 _LEAST_EXPONENT = -87.33
 _LOG2_E = 1.4426950408889634
 #: What float32 drops of it.
-_LOG2_E_REST = 1.925963033500011e-8
+_LOG2_E_LOW = 1.925963033500011e-8
 #: 2**r on [0, 1) by the least relative error with 2**0 = 1, highest power first.
 _POLYNOMIAL = (
     1.8671300495043397e-3,
@@ -75,8 +75,8 @@ def declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return known or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def pointer(builder: Any, address: Any, kind: Any) -> Any:
-    return builder.inttoptr(address, kind.as_pointer())
+def pointer(builder: Any, address: Any, llvm_type: Any) -> Any:
+    return builder.inttoptr(address, llvm_type.as_pointer())
 
 
 def splat(builder: Any, scalar: Any) -> Any:
@@ -85,16 +85,16 @@ def splat(builder: Any, scalar: Any) -> Any:
     return builder.shuffle_vector(first, undefined, ir.Constant(WORDS, [0] * LANES))
 
 
-def constant(kind: Any, value: float) -> Any:
+def constant(llvm_type: Any, value: float) -> Any:
     """A number, or in every lane of a vector."""
-    return ir.Constant(kind, [value] * LANES if isinstance(kind, ir.VectorType) else value)
+    return ir.Constant(llvm_type, [value] * LANES if isinstance(llvm_type, ir.VectorType) else value)
 
 
 def _call_float(builder: Any, name: str, *values: Any) -> Any:
     """LLVM's intrinsic `name`, from and to values of one type: FLOATS or F32."""
-    kind = values[0].type
-    suffix = "v16f32" if kind == FLOATS else "f32"
-    return builder.call(declare(builder, f"llvm.{name}.{suffix}", kind, [kind] * len(values)), values)
+    number = values[0].type
+    suffix = "v16f32" if number == FLOATS else "f32"
+    return builder.call(declare(builder, f"llvm.{name}.{suffix}", number, [number] * len(values)), values)
 
 
 def emit_fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -149,11 +149,11 @@ def emit_loop(
 
 
 def emit_in_steps(b: Any, count: Any, step: int, body: Callable[[Any, int], None]) -> None:
-    """`body(i, step)` for i from 0 to `count`, `step` at a time, then `body(i, 1)` for what is left."""
-    whole = b.and_(count, I64(-step))
-    emit_loop(b, I64(0), whole, step, [], lambda i, _: body(i, step))
+    """`body(i, step)` for i from 0 to `count`, `step` at a time, then `body(i, 1)` for the remaining ones."""
+    full = b.and_(count, I64(-step))
+    emit_loop(b, I64(0), full, step, [], lambda i, _: body(i, step))
     if step > 1:
-        emit_loop(b, whole, count, 1, [], lambda i, _: body(i, 1))
+        emit_loop(b, full, count, 1, [], lambda i, _: body(i, 1))
 
 
 def emit_dots(b: Any, xs: Sequence[Any], ys: Sequence[Any], count: Any, load_y: Load, item: int) -> list[Any]:
@@ -171,10 +171,10 @@ def emit_dots(b: Any, xs: Sequence[Any], ys: Sequence[Any], count: Any, load_y: 
 
 def _emit_sums(b: Any, n: int, count: Any, add: Callable[[Any, list[Any], bool], list[Any]]) -> list[Any]:
     """`add(i, totals, wide)` gives n totals plus their elements i, or elements i to i + 15 lane by lane."""
-    whole = b.and_(count, I64(-LANES))
+    full = b.and_(count, I64(-LANES))
     zeros = [constant(FLOATS, 0.0)] * n
-    lanes = emit_loop(b, I64(0), whole, LANES, zeros, lambda i, totals: add(i, totals, True))
-    return emit_loop(b, whole, count, 1, _emit_lane_sums(b, lanes), lambda i, totals: add(i, totals, False))
+    lanes = emit_loop(b, I64(0), full, LANES, zeros, lambda i, totals: add(i, totals, True))
+    return emit_loop(b, full, count, 1, _emit_lane_sums(b, lanes), lambda i, totals: add(i, totals, False))
 
 
 def _emit_lane_sums(b: Any, vectors: list[Any]) -> list[Any]:
@@ -199,13 +199,13 @@ def _emit_maximum(b: Any, a: Any, count: Any) -> Any:
         value = load_float32(b, b.add(a, b.mul(i, I64(4))), top.type == FLOATS)
         return [b.select(b.fcmp_ordered(">", value, top), value, top)]
 
-    whole = b.and_(count, I64(-LANES))
-    (lanes,) = emit_loop(b, I64(0), whole, LANES, [constant(FLOATS, LOWEST)], larger)
+    full = b.and_(count, I64(-LANES))
+    (lanes,) = emit_loop(b, I64(0), full, LANES, [constant(FLOATS, LOWEST)], larger)
     top = constant(F32, LOWEST)
     for lane in range(LANES):
         value = b.extract_element(lanes, I32(lane))
         top = b.select(b.fcmp_ordered(">", value, top), value, top)
-    return emit_loop(b, whole, count, 1, [top], larger)[0]
+    return emit_loop(b, full, count, 1, [top], larger)[0]
 
 
 def emit_exp(b: Any, x: Any) -> Any:
@@ -219,7 +219,7 @@ def emit_exp(b: Any, x: Any) -> Any:
     k = _call_float(b, "floor", b.fmul(x, log2_e))
     # Of a product that was rounded the fraction would have lost bits.
     r = emit_fma(b, x, log2_e, b.fneg(k))
-    r = emit_fma(b, x, constant(number, _LOG2_E_REST), r)
+    r = emit_fma(b, x, constant(number, _LOG2_E_LOW), r)
     power = constant(number, _POLYNOMIAL[0])
     for coefficient in _POLYNOMIAL[1:]:
         power = emit_fma(b, power, r, constant(number, coefficient))
@@ -238,8 +238,8 @@ def noinline(builder: Any) -> None:
 
 @intrinsic
 def borrowed(typing: Any, arrays: Any) -> Any:
-    """An array, or a tuple of arrays, whose views count no references. Counts are atomic: threads that make views of
-    one array in their loops would wait for each other. The caller must own the arrays for as long.
+    """An array, or a tuple of arrays, with views that count no references. Counts are atomic: threads that make views
+    of one array in their loops would wait for each other. The caller must own the arrays as long as views exist.
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -248,13 +248,13 @@ def borrowed(typing: Any, arrays: Any) -> Any:
     return arrays(arrays), generate
 
 
-def _without_owner(context: Any, builder: Any, kind: Any, value: Any) -> Any:
-    if isinstance(kind, types.BaseTuple):
-        for i, each in enumerate(kind.types):
+def _without_owner(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
+    if isinstance(numba_type, types.BaseTuple):
+        for i, each in enumerate(numba_type.types):
             item = _without_owner(context, builder, each, builder.extract_value(value, i))
             value = builder.insert_value(value, item, i)
-    elif isinstance(kind, types.Array):
-        array = context.make_array(kind)(context, builder, value)
+    elif isinstance(numba_type, types.Array):
+        array = context.make_array(numba_type)(context, builder, value)
         array.meminfo = ir.Constant(array.meminfo.type, None)
         value = array._getvalue()
     return value
@@ -346,8 +346,8 @@ FLOAT32, BFLOAT16 = Arithmetic(F32, FLOATS, 1), Arithmetic(I32, _PAIRS, 2)
 
 
 def outlined(name: str, emit: Callable[..., None], num_arguments: int) -> Any:
-    """`emit(builder, arithmetic, *addresses and counts)` as a function that numba code calls with an array, whose type
-    decides the arithmetic, and a tuple of integers. It has all registers to itself.
+    """`emit(builder, arithmetic, *addresses and counts)` as a function for numba code, called with an array, which
+    decides the arithmetic by its type, and a tuple of integers. It has all registers to itself.
     """
 
     @intrinsic
@@ -358,8 +358,8 @@ def outlined(name: str, emit: Callable[..., None], num_arguments: int) -> Any:
             full_name = f"{name}_{like.dtype}"
             function = builder.module.globals.get(full_name)
             if function is None:
-                kind = ir.FunctionType(ir.VoidType(), [I64] * num_arguments)
-                function = ir.Function(builder.module, kind, full_name)
+                function_type = ir.FunctionType(ir.VoidType(), [I64] * num_arguments)
+                function = ir.Function(builder.module, function_type, full_name)
                 function.linkage = "internal"
                 function.attributes.add("noinline")
                 inner = ir.IRBuilder(function.append_basic_block())

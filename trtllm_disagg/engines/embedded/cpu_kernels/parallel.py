@@ -1,7 +1,7 @@
-"""Kernels in parts, which several threads compute: torch's own, those of the OpenMP library that it has loaded.
+"""Runs a kernel's parts on torch's threads, those of the OpenMP library that torch has loaded.
 
-Each thread takes the next part until none is left, so one that comes late, or that shares its processor, does less.
-Which thread computes a part does not change its bits.
+Each thread takes the next part until none is left, so a late thread, or one that shares its processor, does less. A
+part's bits do not depend on its thread.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Causal attention of prompt tokens over the paged pool, by tiles of queries (numba and LLVM IR, CPU).
 
-A tile is up to 64 queries of one KV head: of each token as many as share the head. They lie side by side in the
-lanes of vectors, and every key and value of the pool is multiplied with all of them; a query's maximum, its sum and
-its masked keys are arithmetic of its own lane. Keys come in chunks, and sums go on from chunk to chunk as in
-FlashAttention (Dao et al., 2022): what was summed up is scaled when a larger score comes.
+A tile is up to 64 queries of one KV head: of each token the query heads that share it. Queries lie side by side in the
+lanes of vectors, and each key and value of the pool is multiplied with all of them. A query's maximum, sum and masked
+keys are arithmetic of its own lane. Keys come in chunks, and sums continue from chunk to chunk as in FlashAttention
+(Dao et al., 2022): a larger score scales the earlier sums.
 
-A chunk begins at a multiple of its length, and no lane knows of another one. So a query's bits depend on nothing but
-its position: not on where its prompt was cut, nor on which other queries are in its tile.
+A chunk begins at a multiple of its length, and lanes are independent. So a query's bits depend only on its position,
+not on where its prompt was cut or on the other queries of its tile.
 
-The numbers that all lanes are multiplied with, of keys and values, are float32, or pairs of bfloat16, which the
-processor multiplies as such. The first part of this file emits what a tile is made of, as LLVM IR.
+Keys and values enter as float32, or as pairs of bfloat16 if the processor multiplies these. The first part of this file
+emits a tile's building blocks as LLVM IR.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numba import types
 from numba.core.cgutils import unpack_tuple
 from numba.extending import intrinsic
 
-from trtllm_disagg.engines.embedded.cpu_kernels.compiled import compile_unless_taken, compiled
+from trtllm_disagg.engines.embedded.cpu_kernels.compiled import compile_unless_locked, compiled
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.cpu_kernels.layer_kernels import pack
 from trtllm_disagg.engines.embedded.cpu_kernels.llvm_ir import (
@@ -319,7 +319,7 @@ _ONE, _ZERO, _LOWEST = np.float32(1.0), np.float32(0.0), np.float32(LOWEST)
 
 
 @compiled(inline="always")
-def _whole_vectors(count: Any) -> Any:
+def _round_up_to_vectors(count: Any) -> Any:
     return (count + LANES - 1) // LANES * LANES
 
 
@@ -371,7 +371,7 @@ def attend_tile(
     first, count = tiles[number, 3], tiles[number, 4]
     per_word = 4 // query.itemsize
     words, vectors = dim // per_word, (count + LANES - 1) // LANES
-    wide, wide_words = _whole_vectors(dim), _whole_vectors(words)
+    wide, wide_words = _round_up_to_vectors(dim), _round_up_to_vectors(words)
     # Scratch, in words behind the state: queries as they are and turned, keys, values, scores, sums.
     asked = STATE_ROWS * QUERIES
     turned = asked + QUERIES * wide
@@ -444,6 +444,6 @@ def compile_tile_ahead(query: np.ndarray, pool: np.ndarray) -> bool:
     """
     number, tables = np.int64(0), np.zeros((1, 1), np.int64)
     scales = (np.float32(1.0), np.float32(0.0))
-    return compile_unless_taken(
+    return compile_unless_locked(
         attend_tile, number, tables, query, pool, number, number, tables, *scales, number, query
     )

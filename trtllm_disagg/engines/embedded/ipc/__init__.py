@@ -1,1 +1,1 @@
-"""Between the LLM object and its engine core process: one socket, typed messages."""
+"""One socket with typed messages, between the LLM object and its engine core process."""

@@ -19,14 +19,14 @@ class Start(msgspec.Struct):
     args: dict[str, Any]
     #: Address of the worker's socket.
     address: str
-    #: `module:function` that makes the core from the arguments, the CoreProcess and a `Reporter`.
+    #: `module:function` that makes the core from its arguments, a CoreProcess and a `Reporter`.
     builder: str = BUILDER
-    #: A longer step ends the engine; None: no limit.
+    #: Limit in seconds, after which the engine ends; None: no limit.
     step_timeout_seconds: float | None = None
 
 
 class SamplingSpec(msgspec.Struct, frozen=True):
-    """SamplingParams after validation: every default is resolved, so that the hot loop decides nothing."""
+    """SamplingParams after validation, with every default resolved for the hot loop."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -42,9 +42,9 @@ class SamplingSpec(msgspec.Struct, frozen=True):
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    #: End the output; they are never returned and never counted.
+    #: End the output; never returned or counted.
     end_ids: tuple[int, ...] = ()
-    #: End the output and name themselves in stop_reason.
+    #: End the output, and become its stop_reason.
     stop_words: tuple[tuple[int, ...], ...] = ()
     #: stop_reason of each stop word: the id for a stop token id, the text for a stop string.
     stop_reasons: tuple[int | str, ...] = ()
@@ -75,8 +75,41 @@ class Rendezvous(msgspec.Struct, frozen=True):
     endpoint: str = ""
 
 
+class PlacedImage(msgspec.Struct, frozen=True):
+    """An image's place in a prompt."""
+
+    #: Position of its first token.
+    start: int
+    num_tokens: int
+    #: The model's image token.
+    token_id: int
+    #: 32 bytes over size and pixels.
+    digest: bytes
+    #: The client's name for it; empty without one.
+    uuid: str = ""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+
+class Pixels(msgspec.Struct, frozen=True):
+    width: int
+    height: int
+    #: Three bytes (RGB) per pixel, row by row.
+    data: bytes
+
+
+class ImageTokens(msgspec.Struct, frozen=True):
+    """A model's image token, which marks an image in a client's prompt, and the number that one image becomes."""
+
+    token_id: int
+    num_tokens: int
+
+
 class AddRequest(msgspec.Struct, tag="add"):
     request_id: int
+    #: With virtual ids at the places of `images` (kv_cache/virtual_ids.py).
     prompt: list[int]
     sampling: SamplingSpec
     request_type: str
@@ -89,6 +122,9 @@ class AddRequest(msgspec.Struct, tag="add"):
     arrived: float | None = None
     #: The client gets the first token, then one output every `stream_interval` tokens, and the end.
     stream_interval: int = 1
+    images: list[PlacedImage] = []
+    #: The content of `images`; empty for generation_only.
+    pixels: list[Pixels] = []
 
 
 class AbortRequest(msgspec.Struct, tag="abort"):
@@ -103,7 +139,7 @@ Command = AddRequest | AbortRequest | Shutdown
 
 
 class MadeHandoff(msgspec.Struct):
-    """The handoff that a finished context_only request leaves."""
+    """The handoff of a finished context_only request."""
 
     opaque_state: bytes
     first_gen_tokens: list[int]
@@ -112,7 +148,7 @@ class MadeHandoff(msgspec.Struct):
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """Blocks of one choice at its admission: newly allocated; prompt blocks found in the prefix cache; and missed."""
+    """Blocks of one choice at admission: newly allocated; prompt blocks found in the prefix cache; missed."""
 
     allocated: int = 0
     reused: int = 0
@@ -135,20 +171,22 @@ class Measured(msgspec.Struct, omit_defaults=True):
     admission: Admission = NOT_ADMITTED
     #: Start of each step that computed a part of the prompt.
     chunks: list[float] = []
+    #: Start and end of each image's encoding.
+    encoding: list[float] = []
 
 
 class TokenOutput(msgspec.Struct, omit_defaults=True, gc=False):
-    """New tokens of one choice of one request. There may be one for every token, so defaults are not sent."""
+    """New tokens of one choice. May be sent for every token, so it omits defaults."""
 
     request_id: int
     index: int = 0
     token_ids: list[int] = []
     logprobs: list[LogprobEntry] | None = None
-    #: Sent with the first token if requested: for each prompt position, logprobs of the token that follows it.
+    #: With the first token, if requested: per prompt position, logprobs of the next token.
     prompt_logprobs: list[LogprobEntry] = []
     #: Number of engine steps that made these tokens.
     num_steps: int = 1
-    #: Tokens to cut from the end of what was already returned (a multi-token stop word).
+    #: Tokens to cut from the end of the returned ones (a multi-token stop word).
     trim: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -162,10 +200,10 @@ class TokenOutput(msgspec.Struct, omit_defaults=True, gc=False):
 
 
 class StepReport(msgspec.Struct, tag="step"):
-    """All results of one step of the engine; one message per step, however many requests ran."""
+    """All results of one engine step, in one message."""
 
     outputs: list[TokenOutput]
-    #: Number of waiting and running requests, and of prompts with KV held for another engine.
+    #: Number of waiting and running requests, and of prompts with KV held for a peer.
     num_active: int = 0
     events: list[dict[str, Any]] = []
     stats: list[dict[str, Any]] = []
@@ -178,12 +216,14 @@ class Ready(msgspec.Struct, tag="ready"):
     max_seq_len: int
     transport: str
     end_ids: list[int]
-    #: Process ids of the engine, rank 0 (which is the engine core) first.
+    #: Process ids of the engine's ranks; rank 0 is the engine core.
     pids: list[int]
     #: Endpoint of the KV control channel; empty without one.
     endpoint: str = ""
-    #: True: the answer to a request depends on that request only, bit for bit.
+    #: True: the answer depends only on the request, bit for bit.
     is_exact: bool = False
+    #: None for a model that takes no images.
+    image_tokens: ImageTokens | None = None
 
 
 class Failed(msgspec.Struct, tag="failed"):

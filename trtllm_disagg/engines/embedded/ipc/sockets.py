@@ -1,9 +1,8 @@
-"""Unix sockets between processes of one user on this host: files in a directory that no other user may enter. Behind
-these are messages on them.
+"""Unix sockets between processes of one user on this host, and messages on them.
 
-Containers that share the directory share its sockets, whatever network each of them is on. The kernel also says which
-user is at the other end, and both ends ask for it. A socket's process holds a lock beside it: what a killed process has
-left is removed when the next one listens.
+The sockets are files in a directory that only this user may enter. Containers that share the directory share its
+sockets, on any network. Both ends also ask the kernel for the peer's user. A process holds a lock beside its socket;
+the next listener removes what a killed process left.
 """
 
 from __future__ import annotations
@@ -25,39 +24,39 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from trtllm_disagg.common.machine import ProcessMark, own_mark, require_same_user
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.machine import ProcessMark, own_mark, require_same_user
 
-#: Names another directory than /tmp/trtllm-disagg-UID. Workers that exchange KV need the same one.
+#: Replaces /tmp/trtllm-disagg-UID. Workers that exchange KV need the same directory.
 VARIABLE = "TRTLLM_DISAGG_SOCKETS"
-#: The kernel takes 107 bytes for the path of a socket.
-_MOST_BYTES = 60
+#: The kernel limits a socket's path to 107 bytes.
+_MAX_BYTES = 60
 _EXPECTED = (
     "the absolute path of a directory that belongs to this user, with mode 0700: at most "
-    f"{_MOST_BYTES} letters, digits and any of ._/-"
+    f"{_MAX_BYTES} letters, digits and any of ._/-"
 )
 _NAME = re.compile(r"[a-z]+-(\d{1,10})-(\d{1,20})-[0-9a-f]{8}", re.ASCII)
 _LOCK = ".lock"
 #: Linux: seconds, microseconds.
 _TIMEVAL = struct.Struct("ll")
-#: As much as one system call receives of a message that is the last one.
+#: Bytes that one system call receives of a last message.
 AT_ONCE = 1 << 16
 #: Bytes of the payload that follows.
 LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 1 << 16
-#: As much as the system lets us have: what fits is sent without a thread.
+#: The system may grant less. What fits is sent without a thread.
 _BUFFER_BYTES = 4 << 20
-#: A reader this far behind is considered dead. The answers of thousands of requests fit in it.
-MOST_BACKLOG_BYTES = 1 << 28
+#: A reader this far behind counts as dead. Answers of thousands of requests fit.
+MAX_BACKLOG_BYTES = 1 << 28
 
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
 
 def directory() -> Path:
-    """Made if it is not there. Raises ConfigError for one that is not this user's alone."""
+    """Creates the directory if needed. Raises ConfigError if others may enter it."""
     path = Path(os.environ.get(VARIABLE) or f"/tmp/trtllm-disagg-{os.geteuid()}")
-    if not re.fullmatch(rf"/[0-9A-Za-z._/-]{{1,{_MOST_BYTES}}}", str(path), re.ASCII):
+    if not re.fullmatch(rf"/[0-9A-Za-z._/-]{{1,{_MAX_BYTES}}}", str(path), re.ASCII):
         raise ConfigError.bad_value(VARIABLE, str(path), _EXPECTED)
     try:
         path.mkdir(mode=0o700, exist_ok=True)
@@ -72,12 +71,12 @@ def directory() -> Path:
 
 
 class Listener(socket.socket):
-    """A listening socket; its file goes when it is closed. The user of each accepted connection is still to be checked
+    """A listening socket; closing it removes its file. Callers check the user of each accepted connection
     (`require_same_user`). Raises ConfigError as `directory` does.
     """
 
     def __init__(self, purpose: str) -> None:
-        """`purpose`: a word that the file's name begins with."""
+        """`purpose`: the first word of the file's name."""
         where, mark = directory(), own_mark()
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
         self.path = str(where / f"{purpose}-{mark.pid}-{mark.started}-{secrets.token_hex(4)}")
@@ -103,7 +102,7 @@ class Listener(socket.socket):
 
 @contextlib.contextmanager
 def _alone_in(where: Path) -> Iterator[None]:
-    """One process at a time, so that a lock that is not held means a process that has ended."""
+    """Admits one process at a time, so that a free lock proves that its process has ended."""
     handle = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -124,20 +123,20 @@ def _remove_abandoned(where: Path) -> None:
 
 
 def _remove(path: str) -> None:
-    # The lock goes last: without it the next process would not find the socket.
+    # The lock goes last: the next process finds the socket by it.
     for each in (path, f"{path}{_LOCK}"):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(each)
 
 
 def is_socket_file(path: str) -> bool:
-    """True for the name of a socket in `directory`, which need not be there any more."""
+    """True for the name of a socket in `directory`, whether or not it still exists."""
     where, _, name = path.rpartition("/")
     return where == str(directory()) and _NAME.fullmatch(name) is not None
 
 
 def has_ended(path: str) -> bool:
-    """The process that has listened at this socket file is known to have ended, or to have closed the socket."""
+    """True if the listener of this socket file has certainly ended, or closed the socket."""
     name = _NAME.fullmatch(path.rpartition("/")[2])
     if name is None:
         return False
@@ -150,9 +149,9 @@ def connect(path: str, timeout: float | None = None) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         end = None if timeout is None else time.monotonic() + timeout
-        # A signal ends the system call early, and Python takes that for success.
+        # A signal ends the system call early; Python takes that for success.
         while not _is_connected(connection):
-            # The socket's own limit: with Python's, a full backlog is an error at once.
+            # Not Python's timeout, with which a full backlog fails at once.
             _limit_sends(connection, 0.0 if end is None else max(end - time.monotonic(), 1e-6))
             try:
                 connection.connect(path)
@@ -176,7 +175,7 @@ def _is_connected(connection: socket.socket) -> bool:
 
 
 def _limit_sends(connection: socket.socket, seconds: float) -> None:
-    """Connecting counts as sending."""
+    """Also limits connecting."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(seconds))
 
 
@@ -200,11 +199,10 @@ def receive_frame(
     max_bytes: int | None = None,
     begun: bytes = b"",
 ) -> bytes:
-    """Receives one payload; `begun` is the part of its frame that was received before.
+    """Receive one payload; `begun` is the part of its frame that was received before.
 
-    Waits until `deadline`, on the clock of time.monotonic(), or as the socket's timeout says. Raises TimeoutError,
-    EOFError if the peer has closed the connection, and UnreadableError for more than `max_bytes` or for a `begun` that
-    is longer than the frame.
+    Waits until `deadline` (time.monotonic()), or as the socket's timeout says. Raises TimeoutError, EOFError if the
+    peer has closed the connection, and UnreadableError for more than `max_bytes` or a `begun` longer than the frame.
     """
     if len(begun) < LENGTH.size:
         begun = receive_exactly(connection, LENGTH.size, deadline, begun)
@@ -217,8 +215,8 @@ def receive_frame(
     return receive_exactly(connection, size, deadline, begun)[LENGTH.size :]
 
 
-def receive_whole_frame(connection: socket.socket, *, seconds: float, max_bytes: int) -> bytes:
-    """As `receive_frame`, where nothing may follow the frame: for a short one this is one system call."""
+def receive_only_frame(connection: socket.socket, *, seconds: float, max_bytes: int) -> bytes:
+    """`receive_frame` for a frame that nothing may follow; a short one takes one system call."""
     deadline = time.monotonic() + seconds
     connection.settimeout(seconds)
     begun = connection.recv(AT_ONCE)
@@ -247,18 +245,18 @@ def receive_exactly(
 class Link(Generic[T]):
     """Messages between the worker and its engine core, in order. `send` is for any thread, `receive` for one.
 
-    A thread that would send and receive for others has to be woken, and wakes them: half of what a request costs.
+    It has no thread of its own for them: waking one, and being woken, was half of a request's cost.
     """
 
     def __init__(self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[T]) -> None:
-        """`decoder` decodes the other side's messages."""
+        """`decoder` decodes the peer's messages."""
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         self._connection = connection
         self._decoder = decoder
         self._chunk = memoryview(bytearray(_CHUNK_BYTES))
         self._received = bytearray()
         self._lock = threading.Lock()
-        #: Frames that the socket had no room for; `_sender` sends them.
+        #: Frames that the socket had no room for, for `_sender`.
         self._backlog: deque[bytes] = deque()
         self._backlog_bytes = 0
         self._sender: threading.Thread | None = None
@@ -266,20 +264,18 @@ class Link(Generic[T]):
     def fileno(self) -> int:
         return self._connection.fileno()
 
-    def wait_at_most(self, seconds: float) -> None:
+    def wait_up_to(self, seconds: float) -> None:
         """Set how long `receive` waits."""
-        # Not settimeout: it adds a poll before each receive, and `send` would wait.
+        # Not settimeout, which adds a poll to each receive and makes `send` wait.
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
 
     def send(self, message: Any) -> None:
-        """Never waits, however slow the other side is. When it is gone, the message is dropped; if it leaves
-        MOST_BACKLOG_BYTES unread, the connection is closed.
-        """
+        """Never waits. Drops the message if the peer is gone; closes the connection at MAX_BACKLOG_BYTES unread."""
         frame = framed(_encoder.encode(message))
         with self._lock, contextlib.suppress(OSError):
             if not self._backlog:
                 frame = frame[self._send_now(frame) :]
-            if self._backlog_bytes + len(frame) > MOST_BACKLOG_BYTES:
+            if self._backlog_bytes + len(frame) > MAX_BACKLOG_BYTES:
                 self._connection.shutdown(socket.SHUT_RDWR)
             elif frame:
                 self._backlog.append(frame)
@@ -290,22 +286,26 @@ class Link(Generic[T]):
                     )
                     self._sender.start()
 
+    @property
+    def unsent_bytes(self) -> int:
+        return self._backlog_bytes
+
     def flush(self, seconds: float) -> None:
         """Wait up to `seconds` until all messages are sent."""
         if (sender := self._sender) is not None:
             sender.join(seconds)
 
     def receive(self, *, wait: bool) -> list[T]:
-        """All messages that have arrived. With `wait`, and without any, wait as long as `wait_at_most` allows.
+        """All messages that have arrived. If there are none and `wait` is set, waits as long as `wait_up_to` allows.
 
-        Raises EOFError when the other side is gone and all its messages have been received.
+        Raises EOFError once the peer is gone and all its messages have been received.
         """
         messages: list[T] = []
         while (count := self._read(0 if wait else socket.MSG_DONTWAIT)) is not None:
             if count == 0 and not messages:
                 raise EOFError("the other process is gone")
             self._received += self._chunk[:count]
-            self._take_whole(messages)
+            self._take_complete(messages)
             if count < _CHUNK_BYTES:
                 break
             wait = False
@@ -323,10 +323,10 @@ class Link(Generic[T]):
             return self._connection.recv_into(self._chunk, 0, flags)
         except BlockingIOError:
             return None
-        except ConnectionResetError:  # the other side closed with data unread
+        except ConnectionResetError:  # the peer closed with data unread
             return 0
 
-    def _take_whole(self, messages: list[T]) -> None:
+    def _take_complete(self, messages: list[T]) -> None:
         """Append the messages that have arrived completely."""
         start, end = 0, len(self._received)
         with memoryview(self._received) as view:
@@ -357,7 +357,7 @@ class Link(Generic[T]):
 
 
 def accept(listener: socket.socket) -> socket.socket:
-    """The next connection of a process of this user; others are closed. Raises TimeoutError as the listener does."""
+    """The next connection of this user; closes others'. Raises TimeoutError as the listener does."""
     while True:
         connection, _ = listener.accept()
         try:

@@ -1,8 +1,7 @@
-"""Paged KV accounting: which sequences hold a block, which blocks hold a reusable prefix, what the router is told.
+"""Paged KV accounting: which sequences use a block, which blocks hold a reusable prefix, and events for the router.
 
-A block is free, in use (reference count > 0), cached (no user, but its content is a known prefix: reusable until
-evicted, oldest first) or quarantined (a late write may still land in it). Every block is in exactly one of these
-states; `check()` proves it.
+A block is in one of four states, which `check()` proves: free; in use (reference count > 0); cached (no user, but its
+content is a known prefix: reusable until evicted, oldest first); quarantined (a late write may still land in it).
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
+from trtllm_disagg.engines.embedded.ipc.messages import PlacedImage
+from trtllm_disagg.engines.embedded.kv_cache.virtual_ids import Part, mm_key, parts_of, real_ids, wide_ids
 from trtllm_disagg.errors import EngineError
 
 Tokens = tuple[int, ...]
@@ -21,16 +22,15 @@ Tokens = tuple[int, ...]
 
 class Found(NamedTuple):
     block: int
-    #: Tokens from the block's start that are the same.
+    #: Length of the common start, in tokens.
     num_tokens: int
 
 
 class PartialIndex:
-    """Finds the known block that starts with the longest part of some tokens. All blocks have as many tokens; two with
-    the same parent differ somewhere.
+    """Finds the known block that shares the longest start with given tokens. Blocks are of one size, and two with the
+    same parent differ.
 
-    The blocks of a parent are sorted by their tokens: one of the two neighbours of any tokens shares the most with
-    them.
+    A parent's blocks are sorted by tokens, so the best match is one of the two neighbours.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class PartialIndex:
             del self._below[parent]
 
     def longest(self, parent: bytes, tokens: Seq[int]) -> Found | None:
-        """A block below `parent` that shares the most tokens from its start on; None when none shares any."""
+        """The block below `parent` with the longest common start; None if there is none."""
         siblings = self._below.get(parent)
         if siblings is None:
             return None
@@ -67,7 +67,7 @@ class PartialIndex:
         return key in self._below
 
     def holds(self, blocks: set[int]) -> bool:
-        """Whether the index has these blocks, and no others."""
+        """True if the index has exactly these blocks."""
         return set(self._place_of) == blocks
 
 
@@ -80,10 +80,14 @@ def _shared(a: Tokens, b: Tokens) -> int:
 ROOT = b""
 
 
-def block_key(parent: bytes, tokens: Seq[int], salt: bytes = b"") -> bytes:
-    """Names a full block by its content and all that comes before it (16 bytes; its first 8 are the event's hash)."""
+def block_key(parent: bytes, tokens: Seq[int], salt: bytes = b"", parts: Seq[Part] = ()) -> bytes:
+    """Key of a full block by its content and everything before (16 bytes; the first 8 are the event's hash).
+    `parts`: of images in the block.
+    """
     hasher = hashlib.blake2b(parent or salt, digest_size=16)
     hasher.update(array("I", tokens).tobytes())
+    for part in parts:
+        hasher.update(part.image.digest + part.offset.to_bytes(4, "little"))
     return hasher.digest()
 
 
@@ -103,7 +107,7 @@ class BlockManager:
         self._block_of: dict[bytes, int] = {}
         self._partial = PartialIndex()
         self._quarantined: set[int] = set()
-        #: Blocks of admitted prompts that were known, and that were not; counted by who admits them.
+        #: Hits and misses among blocks of admitted prompts; the caller that admits them counts.
         self.reused_blocks = self.missed_blocks = 0
         self.allocated_blocks = 0
         self.events.created(num_blocks)
@@ -123,11 +127,12 @@ class BlockManager:
 
     # -- prefix reuse
 
-    def prompt_keys(self, prompt: Seq[int], salt: bytes) -> list[bytes]:
+    def prompt_keys(self, prompt: Seq[int], salt: bytes, images: Seq[PlacedImage] = ()) -> list[bytes]:
         """Keys of the prompt's full blocks, first to last."""
         size, keys, parent = self.tokens_per_block, [], ROOT
         for start in range(0, len(prompt) - size + 1, size):
-            parent = block_key(parent, prompt[start : start + size], salt)
+            end = start + size
+            parent = block_key(parent, prompt[start:end], salt, parts_of(images, start, end))
             keys.append(parent)
         return keys
 
@@ -143,23 +148,23 @@ class BlockManager:
         return blocks
 
     def match_start(self, parent: bytes, tokens: Seq[int], salt: bytes) -> Found | None:
-        """The known block after `parent` (ROOT: the first of a prompt) that has the most of these tokens at its
-        start; they are fewer than a block, or no whole block of them is known. Not acquired yet.
+        """The known block after `parent` (ROOT: none) that shares the longest start with `tokens` (wide ids for
+        images), when no whole block matches. Not acquired yet.
         """
         return self._partial.longest(parent or salt, tokens)
 
     def is_spare(self, block: int) -> bool:
-        """A known block that no sequence uses, and that is no other known block's parent."""
+        """True for a known block without a user and without known children."""
         return block in self._cached and not self._partial.has_children(self.key_of[block])
 
     def take_over(self, block: int) -> None:
-        """Become the one user of a spare block; its content is not known any more."""
+        """Become the only user of a spare block, and forget its content."""
         del self._cached[block]
         self._forget(block)
         self._refs[block] = 1
 
     def touch(self, block: int) -> None:
-        """A known block was of use without being acquired."""
+        """Count a known block as used just now, without acquiring it."""
         if block in self._cached:
             self._cached.move_to_end(block)
 
@@ -171,13 +176,19 @@ class BlockManager:
             self._refs[block] += 1
 
     def commit(
-        self, tokens: Seq[int], blocks: Seq[int], keys: list[bytes], salt: bytes, cache_salt: str = ""
+        self,
+        tokens: Seq[int],
+        blocks: Seq[int],
+        keys: list[bytes],
+        salt: bytes,
+        cache_salt: str = "",
+        images: Seq[PlacedImage] = (),
     ) -> None:
-        """The full blocks of `tokens` hold their KV now. `keys` names those of an earlier call, and grows.
-        `cache_salt` is the salt as the client wrote it, for the router.
+        """Record that the full blocks of `tokens` hold their KV. `keys` has those of earlier calls, and grows.
+        `cache_salt`: the salt as the client wrote it, for the router.
 
-        Content that is known already stays where it was. That may have been evicted since, from under our later
-        blocks: then it is committed again, in ours, so that a stored block's parent is always known.
+        Content that is known elsewhere stays there. If it was evicted since, our block becomes its place, so that a
+        stored block's parent is always known.
         """
         size = self.tokens_per_block
         full = len(tokens) // size
@@ -185,31 +196,33 @@ class BlockManager:
             return
         first = len(self.match(keys))
         for start in range(len(keys) * size, full * size, size):
-            keys.append(block_key(keys[-1] if keys else ROOT, tokens[start : start + size], salt))
+            end = start + size
+            parts = parts_of(images, start, end)
+            keys.append(block_key(keys[-1] if keys else ROOT, tokens[start:end], salt, parts))
         parent = keys[first - 1] if first else ROOT
-        new: list[tuple[bytes, Seq[int]]] = []
+        new: list[StoredBlock] = []
         for i in range(first, full):
             key, block = keys[i], blocks[i]
             if key in self._block_of:
                 self.events.stored(parent, new, cache_salt)
                 parent, new = key, []
             else:
-                content = tokens[i * size : (i + 1) * size]
+                content, parts = tokens[i * size : (i + 1) * size], parts_of(images, i * size, (i + 1) * size)
                 self._block_of[key], self.key_of[block] = block, key
-                self._partial.add((keys[i - 1] if i else ROOT) or salt, content, block)
-                new.append((key, content))
+                self._partial.add((keys[i - 1] if i else ROOT) or salt, wide_ids(content, parts), block)
+                new.append(StoredBlock(key, content, parts))
         self.events.stored(parent, new, cache_salt)
 
     # -- allocation
 
     def can_allocate(self, count: int, besides: Seq[int] = ()) -> bool:
-        """Whether a sequence that acquires the known blocks `besides` could be given `count` more."""
+        """True if `count` blocks are available after acquiring the known blocks `besides`."""
         return count <= self.num_available - sum(self._refs[block] == 0 for block in besides)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks in ascending order, so that neighbours are merged into runs when they are moved.
+        """`count` blocks in ascending order, so that transfers can merge neighbours into runs.
 
-        Raises EngineError when there are not enough; callers ask `can_allocate` first.
+        Raises EngineError if there are too few; callers ask `can_allocate` first.
         """
         if not self.can_allocate(count):
             raise EngineError(f"{count} KV blocks wanted, {self.num_available} available")
@@ -220,7 +233,7 @@ class BlockManager:
         return blocks
 
     def release(self, blocks: Seq[int]) -> None:
-        """Stop using blocks. Last ones first, so that the end of a prefix is evicted before its start."""
+        """Stop using blocks, the last first, so that a prefix is evicted from its end."""
         for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -230,13 +243,13 @@ class BlockManager:
                     self.free_blocks[block] = None
 
     def quarantine(self, blocks: Seq[int]) -> None:
-        """Take blocks out of circulation, until `restore`: a late write may still land in them."""
+        """Keep blocks out of use until `restore`: a late write may still land in them."""
         for block in blocks:
             self._refs[block] = 0
             self._quarantined.add(block)
 
     def restore(self, blocks: Seq[int]) -> None:
-        """Nothing can be written into these quarantined blocks any more."""
+        """Free quarantined blocks: no write can land in them any more."""
         for block in blocks:
             self._quarantined.remove(block)
             self.free_blocks[block] = None
@@ -257,7 +270,7 @@ class BlockManager:
     # -- invariants
 
     def check(self) -> None:
-        """Raise EngineError unless every block is in exactly one state and the prefix index fits."""
+        """Raise EngineError unless every block is in exactly one state and the prefix index is consistent."""
         used = {block for block, refs in enumerate(self._refs) if refs > 0}
         states = [set(self.free_blocks), set(self._cached), used, self._quarantined]
         if sum(map(len, states)) != self.num_blocks or len(set().union(*states)) != self.num_blocks:
@@ -269,6 +282,14 @@ class BlockManager:
             raise EngineError("KV prefix index is broken")
         if not self._partial.holds(set(self.key_of)):
             raise EngineError("KV partial-block index is broken")
+
+
+class StoredBlock(NamedTuple):
+    """Content of a block that an event announces."""
+
+    key: bytes
+    tokens: Seq[int]
+    parts: Seq[Part] = ()
 
 
 class KvEventLog:
@@ -283,13 +304,13 @@ class KvEventLog:
     def created(self, num_blocks: int) -> None:
         self._add({"type": "created", "num_blocks_per_cache_level": [num_blocks, 0]})
 
-    def stored(self, parent: bytes, blocks: Seq[tuple[bytes, Seq[int]]], cache_salt: str = "") -> None:
+    def stored(self, parent: bytes, blocks: Seq[StoredBlock], cache_salt: str = "") -> None:
         if blocks and self._max_size:
             self._add(
                 {
                     "type": "stored",
                     "parent_hash": event_hash(parent) if parent else None,
-                    "blocks": [_stored_block(key, tokens, cache_salt) for key, tokens in blocks],
+                    "blocks": [_stored_block(block, cache_salt) for block in blocks],
                 }
             )
 
@@ -313,12 +334,15 @@ def event_hash(key: bytes) -> int:
     return int.from_bytes(key[:8], "little")
 
 
-def _stored_block(key: bytes, tokens: Seq[int], cache_salt: str) -> dict[str, Any]:
+def _stored_block(stored: StoredBlock, cache_salt: str) -> dict[str, Any]:
+    tokens = real_ids(stored.tokens, stored.parts)
     block = {
         "type": "stored_block",
-        "block_hash": event_hash(key),
+        "block_hash": event_hash(stored.key),
         "tokens": [{"type": "unique_token", "token_id": int(t), "token_extra_id": 0} for t in tokens],
         "cache_level": 0,
         "priority": 35,
     }
+    if stored.parts:
+        block["mm_keys"] = [mm_key(part) for part in stored.parts]
     return block | {"cache_salt": cache_salt} if cache_salt else block

@@ -1,8 +1,6 @@
-"""What happens to the blocks of an engine's KV memory besides attention: the start of one is copied, those of a paused
-sequence are put aside. The memory itself is in pool.py.
+"""Commands that copy the start of a block, or put a paused sequence's blocks aside. The memory itself is in pool.py.
 
-Blocks and slots are plain numbers, so that the same commands can be sent to every rank's part of the pool, or to an
-engine that has none.
+Blocks and slots are plain numbers, so the same commands work for every rank's pool, or an engine without one.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from trtllm_disagg.engines.embedded.params.llm_args import KvCacheConfig
 
 
 class CopyStart(msgspec.Struct, tag="copy_start"):
-    """The first `num_tokens` of a block into another one."""
+    """Copy the first `num_tokens` of a block into another."""
 
     source: int
     target: int
@@ -58,7 +56,7 @@ class Saved(NamedTuple):
 
 
 class SwapSpace:
-    """Room for the KV of paused sequences: at most `max_blocks` blocks are kept aside."""
+    """Holds the KV of paused sequences, at most `max_blocks` blocks."""
 
     def __init__(self, memory: KvMemory, max_blocks: int, tokens_per_block: int) -> None:
         self._memory = memory
@@ -72,7 +70,7 @@ class SwapSpace:
         return sum(self._sizes.values())
 
     def save(self, blocks: Seq[int], num_tokens: int) -> Saved | None:
-        """The blocks that hold these tokens' KV; None when there is no room."""
+        """Save the blocks of these tokens; None if there is no room."""
         used = blocks[: -(-num_tokens // self._tokens_per_block)]
         if self.num_used + len(used) > self._max_blocks or not used:
             return None
@@ -82,7 +80,7 @@ class SwapSpace:
         return Saved(slot, num_tokens)
 
     def restore(self, saved: Saved, num_known: int, blocks: Seq[int]) -> None:
-        """Into a sequence's blocks, but for the first `num_known`, which hold it already."""
+        """Copy into a sequence's blocks, except the first `num_known`, which already hold their KV."""
         missing = blocks[num_known : self._sizes[saved.slot]]
         if missing:
             self._memory.apply(Restore(saved.slot, num_known, list(missing)))
@@ -93,7 +91,7 @@ class SwapSpace:
 
 
 class PartialReuse:
-    """Reuse of a block of which only the first tokens are wanted (kv_cache_config.enable_partial_reuse)."""
+    """Reuses the start of a block (kv_cache_config.enable_partial_reuse)."""
 
     def __init__(self, config: KvCacheConfig, blocks: BlockManager, memory: KvMemory) -> None:
         self._is_on = config.enable_block_reuse and config.enable_partial_reuse
@@ -102,16 +100,14 @@ class PartialReuse:
         self._memory = memory
 
     def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
-        """`count` blocks, and for how many of `tokens`, which come after the block of key `parent`, the first of
-        them holds the KV already.
-        """
+        """`count` blocks to follow the block of key `parent`, and how many of `tokens` the first already holds."""
         found = self._blocks.match_start(parent, tokens, salt) if self._is_on else None
         if found is None or not (self._copies or self._blocks.is_spare(found.block)):
             return self._blocks.allocate(count), 0
-        if not self._copies:  # a block that no other sequence needs is written on from there
+        if not self._copies:  # continue in the spare block itself
             self._blocks.take_over(found.block)
             return [found.block, *self._blocks.allocate(count - 1)], found.num_tokens
-        # It was useful just now, so it is evicted last; and even then its content is still there.
+        # Touched, it is evicted last; even if evicted now, its content can still be copied.
         self._blocks.touch(found.block)
         fresh = self._blocks.allocate(count)
         self._memory.apply(CopyStart(found.block, fresh[0], found.num_tokens))

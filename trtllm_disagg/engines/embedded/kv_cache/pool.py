@@ -1,4 +1,4 @@
-"""The KV memory of an engine: the pool that attention reads and writes, copies of its blocks, how many there are."""
+"""The KV memory of an engine: the pool that attention uses, copies of its blocks, and its size."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trtllm_disagg.errors import ConfigError
 
 
 class KvPool:
-    """The KV memory of an engine: `kv[block, layer, k|v, slot, head, dim]`, so that a block moves to another engine as
-    one range of bytes. Copies of its blocks are kept in main memory.
+    """The KV memory of an engine: `kv[block, layer, k|v, slot, head, dim]`, so a block moves as one range of bytes.
+    Saved copies of blocks are in main memory.
 
-    Seen as `rows` (rows, head, dim), a token's *place* is the row of its key in the first layer; `key_row` and
-    `value_row` say how far behind that its key and value of a layer are.
+    In the view `rows` (rows, head, dim), a token's *place* is the row of its key in the first layer; `key_row` and
+    `value_row` are a layer's offsets from it.
     """
 
     def __init__(self, kv: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class KvPool:
         return self.key_row(layer) + self.tokens_per_block
 
     def keys_and_values(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's part of these blocks (int64), one behind the other: copies (tokens, heads, dim)."""
+        """A layer's K and V of these blocks (int64), concatenated: copies (tokens, heads, dim)."""
         first = blocks * self._parts_per_block + 2 * layer
         keys, values = (self._parts.index_select(0, first + kind).flatten(0, 1) for kind in (0, 1))
         return keys, values
@@ -69,7 +69,7 @@ class KvPool:
 
 
 def choose_device(wanted: str, num_ranks: int = 1) -> torch.device:
-    """`auto` is CUDA where torch sees it; several ranks run on the CPU."""
+    """`auto` is CUDA if torch sees it; several ranks run on the CPU."""
     if num_ranks > 1:
         return torch.device("cpu")
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -79,13 +79,13 @@ def choose_device(wanted: str, num_ranks: int = 1) -> torch.device:
     return torch.device(wanted)
 
 
-#: A pool of unstated size holds at most this many sequences of max_seq_len: a small model needs no gigabytes.
+#: By default a pool holds at most this many sequences of max_seq_len: a small model needs no gigabytes.
 _DEFAULT_SEQUENCES = 32
 
 
 def num_kv_blocks(args: LlmArgs, shape: ModelShape, device: torch.device) -> int:
-    """The pool's blocks: of kv_cache_config.max_tokens; else of a fraction of the memory that is free now, up to
-    what 32 of the longest sequences take. It never grows.
+    """The pool's blocks: kv_cache_config.max_tokens, else a fraction of the free memory, for at most 32 of the
+    longest sequences.
     """
     size = args.kv_cache_config.tokens_per_block
     require_memory(
@@ -98,7 +98,7 @@ def num_kv_blocks(args: LlmArgs, shape: ModelShape, device: torch.device) -> int
 
 
 def longest_sequence(args: LlmArgs, shape: ModelShape, num_blocks: int) -> int:
-    """Tokens of prompt and answer together: as many as the model and its arguments allow, and the pool holds."""
+    """Maximum tokens of prompt and answer together, by the model, its arguments and the pool."""
     return min(max_seq_len(args, shape), num_blocks * args.kv_cache_config.tokens_per_block)
 
 
@@ -111,7 +111,7 @@ def _too_small(args: LlmArgs, size: int) -> ConfigError:
     return ConfigError.bad_value(
         "kv_cache_config.free_gpu_memory_fraction",
         config.free_gpu_memory_fraction,
-        f"more: with the memory that is free now there is no room for one block of {size} tokens",
+        f"more: the free memory has no room for one block of {size} tokens",
     )
 
 
@@ -124,9 +124,7 @@ def _default_tokens(args: LlmArgs, shape: ModelShape, device: torch.device) -> i
 
 
 def _bytes_for_the_pool(args: LlmArgs, device: torch.device) -> int:
-    """What will be free on a GPU once the weights are there; a tenth of what is free for a CPU, since other processes
-    share that.
-    """
+    """On a GPU, the free bytes after loading the weights; on a CPU, a tenth of them, since other processes share it."""
     if device.type == "cpu":
         return available_bytes() // 10
     weights = sum(file.stat().st_size for file in Path(args.model).glob("*.safetensors"))
@@ -134,7 +132,7 @@ def _bytes_for_the_pool(args: LlmArgs, device: torch.device) -> int:
 
 
 class PoolShape(NamedTuple):
-    """`kv[block, layer, k|v, slot, head, dim]`, wherever its memory comes from."""
+    """`kv[block, layer, k|v, slot, head, dim]`, in any memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -144,7 +142,7 @@ class PoolShape(NamedTuple):
 def new_pool(
     shape: ModelShape, num_blocks: int, tokens_per_block: int, device: torch.device, num_ranks: int = 1
 ) -> PoolShape:
-    """Each rank's pool has as many blocks, with its part of the KV heads."""
+    """Every rank's pool has the same number of blocks, with the rank's KV heads."""
     heads = shape.config.num_key_value_heads // num_ranks
     dimensions = (
         num_blocks,
@@ -158,7 +156,7 @@ def new_pool(
 
 
 def kv_layout(shape: ModelShape, tokens_per_block: int) -> KvLayout:
-    """What another engine's pool must have in common with this one's."""
+    """The properties that a peer's pool must share."""
     return KvLayout(
         model=shape.fingerprint,
         num_layers=shape.config.num_hidden_layers,

@@ -1,13 +1,12 @@
-"""The control channel between engines of one user on one host: an engine sends its metadata, confirms that a lease
-holds before and after a read, and gets decode's offers.
+"""The control channel between engines of one user on one host: it carries metadata, leases and offers.
 
-Begin, read, finish: `Begin` refuses a read that would come too late, and extends the lease for the read; `Finish` is
-answered HELD when the blocks were untouched meanwhile, so that the bytes read are exactly the leased prompt's KV. After
-any other answer the receiver discards them. A forged, stale or foreign handle reads nothing, and can never put another
-prompt's KV into an answer.
+CONTEXT_FIRST, under prefill's lease: begin, read, finish. `Begin` refuses a late read, and extends the lease for the
+read. `Finish` is answered HELD if the blocks were untouched meanwhile: then the bytes are exactly the leased prompt's
+KV. After any other answer the receiver discards them, so a forged, stale or foreign handle never puts another prompt's
+KV into an answer.
 
-That is CONTEXT_FIRST, under prefill's lease. GENERATION_FIRST: decode allocates its blocks and offers them; prefill
-writes into them and sends a notice. All messages come from the network, so decoding validates and bounds them.
+GENERATION_FIRST: decode allocates blocks and offers them; prefill writes into them and sends a notice. Decoding
+validates and bounds every message, as it comes from the network.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from trtllm_disagg.common.machine import require_same_user
+from trtllm_disagg.common.reports import RateLimitedLog
 from trtllm_disagg.engines.embedded.ipc import sockets
 from trtllm_disagg.engines.embedded.ipc.sockets import (
     AT_ONCE,
@@ -32,39 +33,37 @@ from trtllm_disagg.engines.embedded.ipc.sockets import (
     UnreadableError,
     framed,
     receive_frame,
-    receive_whole_frame,
+    receive_only_frame,
 )
 from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata
 from trtllm_disagg.engines.embedded.kv_transfer.transports import NOT_BETWEEN_HOSTS
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.processes.machine import require_same_user
-from trtllm_disagg.processes.reports import RateLimitedLog
 from trtllm_disagg.types import BlockId, Number63, TokenId
 from trtllm_disagg.wire.kv_handle import MAX_BLOCKS, UNREADABLE, Digest, KvHandle, socket_path
 
 log = logging.getLogger(__name__)
 
-#: An offer is void after at most this time.
+#: An offer ends after at most this time.
 MAX_OFFER_SECONDS = 3600.0
 #: (token id, logprob, rank), the chosen token first.
 _Logprobs = Annotated[list[tuple[int, float, int]], msgspec.Meta(max_length=1 << 16)]
 
 
 class Reply(bytes, Enum):
-    """The one-word answers; only GetMetadata and Watch are answered with data."""
+    """The one-word answers. Only GetMetadata and Watch get data instead."""
 
     OK = b"ok"
     #: The lease, or the offer, still holds.
     HELD = b"held"
     GONE = b"gone"
-    #: The lease has expired, or was given back.
+    #: The lease has expired or was released.
     LATE = b"late"
     #: The engine has no handler for this message.
     BAD = b"bad"
     UNFIT = b"unfit"
     WITHDRAWN = b"withdrawn"
-    #: Of an offer: one with this disagg_request_id is there. Of a notice or a failure: decode has accepted it.
-    TAKEN = b"taken"
+    #: To an offer: its disagg_request_id is in use. To a notice or a failure: decode has accepted it.
+    CLAIMED = b"taken"
     FULL = b"full"
     #: Prefill has abandoned the request.
     ABANDONED = b"left"
@@ -73,18 +72,18 @@ class Reply(bytes, Enum):
 
 
 class GetMetadata(msgspec.Struct, tag="card"):
-    """Decode or prefill asks for the other engine's PeerMetadata."""
+    """Decode or prefill asks for the peer's PeerMetadata."""
 
 
 class Begin(msgspec.Struct, tag="begin"):
-    """Decode to prefill: I am about to read. Answered HELD when I may; LATE when the lease has expired; else GONE."""
+    """Decode to prefill: I am about to read. Answered HELD if I may; LATE if the lease has expired; else GONE."""
 
     lease: bytes
     digest: bytes
 
 
 class Finish(msgspec.Struct, tag="finish"):
-    """Decode to prefill: I have read. Answered like Begin; the blocks are prefill's again."""
+    """Decode to prefill: I have read. Answered like Begin; prefill may reuse the blocks."""
 
     lease: bytes
     digest: bytes
@@ -97,11 +96,11 @@ class Release(msgspec.Struct, tag="release"):
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"):
-    """Decode to prefill: write the prompt's KV into these blocks of mine. Only ids; the rest is in my metadata."""
+    """Decode to prefill: write the prompt's KV into these blocks (ids; my metadata has the other fields)."""
 
     #: `disagg_request_id`, the same in both requests.
     request: Number63
-    #: A secret: only an engine that has received the offer can answer for it.
+    #: A secret: only an engine with the offer can answer it.
     ticket: Digest
     #: Decode's control channel.
     endpoint: Annotated[str, msgspec.Meta(max_length=256)]
@@ -110,32 +109,32 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     #: The prompt's blocks, in order. The first `num_known` hold their KV already.
     blocks: Annotated[list[BlockId], msgspec.Meta(min_length=1, max_length=MAX_BLOCKS)]
     num_known: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
-    #: How long decode waits for the notice, and prefill for the request.
+    #: Seconds that decode waits for the notice, and prefill for the request.
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_OFFER_SECONDS)]
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Decode to prefill: I have given up. Answered STOPPED once nothing can be written any more, and BUSY before."""
+    """Decode to prefill: I have given up. Answered BUSY until no write is possible any more, then STOPPED."""
 
     request: Number63
     ticket: Digest
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
-    """Decode to prefill: do you still work on these? Answered with the tickets that prefill does not work on."""
+    """Decode to prefill: do you still work on these? Answered with the other tickets."""
 
     tickets: Annotated[list[Digest], msgspec.Meta(max_length=1 << 14)]
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """Prefill to decode: all KV is in your blocks, and this is the first token."""
+    """Prefill to decode: your blocks have all KV; this is the first token."""
 
     ticket: Digest
     token: TokenId
     logprobs: _Logprobs | None
-    #: The seed that the token was drawn with; the rest of the answer goes on with it.
+    #: The seed of this token's draw, for the remaining answer.
     seed: Number63
-    #: Prompt tokens that prefill did not have to compute.
+    #: Prompt tokens that prefill found in a cache.
     cached_tokens: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)]
     bytes_moved: Annotated[int, msgspec.Meta(ge=0)]
 
@@ -150,7 +149,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 class StillOffered(msgspec.Struct, frozen=True, tag="still-offered"):
-    """Prefill to decode: were your known blocks, which I have read, unchanged until now? Answered HELD or GONE."""
+    """Prefill to decode: were your known blocks unchanged while I read them? Answered HELD or GONE."""
 
     ticket: Digest
 
@@ -176,13 +175,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class PeerGoneError(KvTransferError):
-    """Nothing listens at the endpoint any more: the peer's process has ended."""
+    """The endpoint is closed: the peer's process has ended."""
 
 
 class ControlServer:
-    """The sender's end: answers one message after the other; each peer has a thread of its own, so that a long engine
-    step delays none of them.
-    """
+    """The sender's end: answers messages in order, on a thread per peer, so that no engine step delays them."""
 
     def __init__(self, on_lease_ended: Callable[[], None]) -> None:
         """Raises ConfigError as `Listener` does."""
@@ -198,13 +195,13 @@ class ControlServer:
         self._thread = threading.Thread(target=self._accept, name="kv-control", daemon=True)
 
     def start(self, metadata: PeerMetadata, handlers: MessageHandlers) -> None:
-        """`handlers` answer all messages but GetMetadata."""
+        """`handlers` answer all messages except GetMetadata."""
         self._metadata = _encoder.encode(metadata)
         self._handlers = handlers
         self._thread.start()
 
     def close(self) -> None:
-        """No peer is answered any more, connected or not."""
+        """Answer no peer any more."""
         self._closed = True
         # Unlike close(), this wakes the thread that waits in accept().
         _hang_up(self._listener)
@@ -228,7 +225,7 @@ class ControlServer:
             try:
                 peer = f"pid {require_same_user(connection).pid}"
                 self._admit(connection)
-                # One for which the system has no thread may come again.
+                # Without a free thread: the peer may connect again.
                 threading.Thread(
                     target=self._serve, args=(connection, peer), name="kv-control-peer", daemon=True
                 ).start()
@@ -239,7 +236,7 @@ class ControlServer:
     def _admit(self, connection: socket.socket) -> None:
         with self._lock:
             if self._closed or len(self._connections) >= MAX_CONNECTIONS:
-                raise ConnectionError(f"{len(self._connections)} are open")
+                raise ConnectionError(f"{len(self._connections)} connections are open")
             self._connections.add(connection)
 
     def _drop(self, connection: socket.socket) -> None:
@@ -254,7 +251,7 @@ class ControlServer:
                 try:
                     connection.sendall(framed(self._answer(request)))
                 finally:
-                    # The receiver waits for the answer, the engine for free blocks; the answer goes first.
+                    # Answer the receiver first, then free the blocks.
                     if isinstance(request, Finish | Release):
                         self._on_lease_ended()
         except UnreadableError as error:
@@ -272,7 +269,7 @@ class ControlServer:
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Wakes the thread that waits for this connection, which then closes it."""
+    """Wake the thread that waits on this connection; it then closes it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -286,12 +283,10 @@ def _decoded(message: bytes) -> Request:
 
 
 class ControlClient:
-    """The receiver's end: one question, one answer, a deadline; one connection per endpoint, opened again
-    after any failure.
-    """
+    """The receiver's end: one question, one answer, a deadline. Reopens an endpoint's connection after a failure."""
 
     def __init__(self) -> None:
-        # Each peer has a thread, and each of them changes these.
+        # Changed by each peer's thread.
         self._lock = threading.Lock()
         self._connections: dict[str, socket.socket] = {}
 
@@ -303,13 +298,13 @@ class ControlClient:
             raise KvTransferError(f"{endpoint} answered with unreadable metadata: {error}") from error
 
     def begin(self, handle: KvHandle, timeout: float) -> bool:
-        """True when the lease holds and was extended for the read. Raises as `finish` does."""
+        """True if the lease holds; extends it for the read. Raises as `finish` does."""
         return self._holds(handle, Begin(handle.lease, handle.digest()), timeout)
 
     def finish(self, handle: KvHandle, timeout: float) -> bool:
-        """True when the lease held from before the read until now. The sender frees its blocks.
+        """True if the lease held during the whole read; the sender then frees its blocks.
 
-        False for a handle that is not the lease's. Raises KvTransferError when the lease ended too early.
+        False for another lease's handle. Raises KvTransferError if the lease ended too early.
         """
         return self._holds(handle, Finish(handle.lease, handle.digest()), timeout)
 
@@ -333,13 +328,13 @@ class ControlClient:
         return answer == Reply.HELD
 
     def ask(self, endpoint: str, question: msgspec.Struct, timeout: float) -> bytes:
-        """Raises KvTransferError when no answer comes, PeerGoneError when nothing listens there any more."""
+        """Raises KvTransferError if no answer comes, PeerGoneError if the endpoint is closed."""
         seconds = max(timeout, 0.001)
         try:
             connection = self._connection(endpoint, timeout)
             connection.settimeout(seconds)
             connection.sendall(framed(_encoder.encode(question)))
-            return receive_whole_frame(connection, seconds=seconds, max_bytes=MAX_MESSAGE_BYTES)
+            return receive_only_frame(connection, seconds=seconds, max_bytes=MAX_MESSAGE_BYTES)
         except (OSError, EOFError) as error:
             self.drop(endpoint)
             reason = f"no answer within {timeout:.1f} s" if isinstance(error, TimeoutError) else error
@@ -358,24 +353,24 @@ class ControlClient:
 
 
 def _is_hung_up(connection: socket.socket) -> bool:
-    """The peer has ended."""
+    """True if the peer has ended."""
     looks = select.poll()
     looks.register(connection, select.POLLRDHUP)
     return bool(looks.poll(0))
 
 
 def _connect(endpoint: str, timeout: float) -> socket.socket:
-    """The endpoint may be forged: only a socket that an engine of this user has made is connected to."""
+    """Connects only to sockets of this user's engines: the endpoint may be forged."""
     path = socket_path(endpoint)
     if path is None or not sockets.is_socket_file(path):
         raise KvTransferError(
             f"the peer's control channel {endpoint} is not in {sockets.directory()} ({sockets.VARIABLE}), "
-            f"which workers share that exchange KV; {NOT_BETWEEN_HOSTS}"
+            f"which workers must share to exchange KV; {NOT_BETWEEN_HOSTS}"
         )
     try:
         return sockets.connect(path, timeout)
     except (ConnectionRefusedError, FileNotFoundError) as error:
-        # A file that was deleted by hand does not show that its engine writes no more.
+        # A file deleted by hand does not prove that its engine has stopped writing.
         if isinstance(error, FileNotFoundError) and not sockets.has_ended(path):
             raise
         raise PeerGoneError(f"the peer's control channel {endpoint}: {error}") from error

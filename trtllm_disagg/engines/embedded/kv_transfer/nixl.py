@@ -1,7 +1,7 @@
 """NIXL transport: READs and WRITEs a peer's registered memory, on the CPU by UCX's cma.
 
-The rules here are measured, not taste: progress thread off (it spins), strict locking, reads
-never on an event loop, metadata added once per peer, re-added only after the old one was removed.
+Measured rules: no progress thread (it spins), strict locking, no reads on an event loop, metadata added once per peer
+and re-added only after the old one was removed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
+from trtllm_disagg.common.machine import ProcessMark, own_mark
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     STAGING_BYTES,
     PeerMetadata,
@@ -35,7 +36,6 @@ from trtllm_disagg.engines.embedded.kv_transfer.transports import (
     ucx_settings,
 )
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.processes.machine import ProcessMark, own_mark
 
 _POLL_SECONDS = 0.0002
 _DOING = {"READ": "reading KV from", "WRITE": "writing KV to"}
@@ -47,15 +47,15 @@ class NixlAddress(msgspec.Struct, frozen=True):
 
     base: int
     metadata: bytes
-    #: UCX finds the peer by its process id, even if another process has that id now.
+    #: UCX finds the peer by its process id, even if another process has reused it.
     process: ProcessMark
 
 
 class _SerialAgent:
-    """NIXL's agent, one call at a time.
+    """Serializes calls of NIXL's agent.
 
-    NIXL has a lock for that, which a transfer holds while it copies. Calls that wait for it keep Python's global lock
-    (to release a handle, to forget a peer), so that one peer's copy would stop the whole engine.
+    A transfer holds NIXL's own lock while it copies. Other calls (release a handle, forget a peer) wait for it with
+    the GIL held, so one peer's copy would stop the whole engine.
     """
 
     def __init__(self, agent: Any) -> None:
@@ -76,9 +76,9 @@ class _SerialAgent:
 class _Remote:
     agent: str
     address: NixlAddress
-    #: NIXL's prepared descriptor lists of the peer's whole pool, by the size of a block.
+    #: NIXL's prepared descriptor lists of the peer's whole pool, by block size.
     tables: dict[int, Any] = field(default_factory=dict)
-    #: How many transfers use it now.
+    #: Number of transfers that use it now.
     users: int = 1
 
 
@@ -92,9 +92,9 @@ class NixlTransport:
     name = "NIXL"
 
     def __init__(self, new_agent: Callable[[str, Any], Any] | None = None) -> None:
-        """`new_agent` makes a stand-in for NIXL's `nixl_agent` from a name and a configuration."""
+        """`new_agent` (name, configuration) replaces NIXL's `nixl_agent`."""
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when the first agent is made
-        # Import errors are the caller's to handle: DEFAULT falls back to shared memory, NIXL does not.
+        # The caller handles import errors: DEFAULT falls back to shared memory, NIXL does not.
         self._api = nixl_api()
         self._new_agent = new_agent or self._api.nixl_agent
         self._name = ""
@@ -105,9 +105,9 @@ class NixlTransport:
         self._local: Any = None
         self._remotes: dict[str, _Remote] = {}
         self._lock = threading.Lock()
-        #: Buffers outside the pool that no read uses now.
+        #: Unused buffers outside the pool.
         self._free: list[_Buffer] = []
-        #: Buffers of reads that timed out, and whether nothing fills them any more.
+        #: Buffers of reads that timed out, each with a check for their end.
         self._lost: list[tuple[_Buffer, Callable[[], bool]]] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -138,7 +138,7 @@ class NixlTransport:
     def read(
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
-        if peer.sender == self._name:  # NIXL knows no transfer to oneself
+        if peer.sender == self._name:  # NIXL cannot transfer to itself
             return self._copy(remote_blocks, local_blocks)
         return self._move("READ", peer, remote_blocks, local_blocks, timeout)
 
@@ -153,7 +153,7 @@ class NixlTransport:
     def fetched(
         self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
     ) -> Iterator[np.ndarray]:
-        """Thread-safe: every read has a buffer of its own. One that timed out keeps it, since it may still land."""
+        """Thread-safe: every read has its own buffer, and keeps it after a timeout since it may still land."""
         count = len(blocks)
         buffer = self._take_buffer(count * block_bytes)
         try:
@@ -178,7 +178,7 @@ class NixlTransport:
         self._forget(peer.sender)
 
     def progress(self) -> None:
-        # A receiver that dies while it connects must not end the service for the others.
+        # A receiver that dies while connecting must not stop the others.
         with contextlib.suppress(Exception):
             self._agent.get_new_notifs()
 
@@ -199,15 +199,15 @@ class NixlTransport:
     # -- internals
 
     def _registered_pool(self, pool: torch.Tensor) -> Any:
-        """Raises ConfigError where UCX cannot have the pool; its own words are in the log."""
+        """Raises ConfigError if UCX cannot register the pool; the log has UCX's message."""
         try:
             return self._register(pool)
         except Exception as error:  # the bindings raise a dozen unrelated types
-            kind = "a CUDA device, with CUDA's libraries beside it" if pool.is_cuda else "the CPU"
+            place = "a CUDA device, with CUDA's libraries beside it" if pool.is_cuda else "the CPU"
             raise ConfigError.bad_value(
                 "cache_transceiver_config.backend",
                 "NIXL",
-                f"memory that UCX can register, {pool.nbytes} bytes of {kind}: {error}",
+                f"memory that UCX can register, {pool.nbytes} bytes of {place}: {error}",
             ) from error
 
     def _register(self, memory: torch.Tensor) -> Any:
@@ -219,7 +219,7 @@ class NixlTransport:
         return self._table("NIXL_INIT_AGENT", memory.data_ptr(), count, block_bytes)
 
     def _table(self, agent: str, base: int, count: int, block_bytes: int) -> Any:
-        """NIXL's prepared list of (address, bytes, device) of `count` blocks, one behind the other."""
+        """NIXL's prepared list of (address, bytes, device) of `count` adjacent blocks."""
         table = np.zeros((count, 3), np.uint64)
         table[:, 0] = np.uint64(base) + np.arange(count, dtype=np.uint64) * np.uint64(block_bytes)
         table[:, 1] = block_bytes
@@ -228,9 +228,8 @@ class NixlTransport:
 
     @contextlib.contextmanager
     def _connected(self, operation: Operation, peer: PeerMetadata) -> Iterator[_Remote]:
-        """The peer, which is not forgotten meanwhile. Raises KvTransferError when the peer's process has ended, or is
-        not the one that it was. A read of a known peer does without that look: no lease confirms what it read of
-        another process.
+        """Keeps the peer from being forgotten. Raises KvTransferError if its process has ended or been replaced; reads
+        of a known peer skip that check, since no lease confirms bytes of another process.
         """
         with self._lock:
             remote = self._remotes.get(peer.sender)
@@ -251,8 +250,7 @@ class NixlTransport:
             remote.users -= 1
 
     def _add(self, peer: PeerMetadata, address: NixlAddress) -> _Remote:
-        # A restarted worker has another name; NIXL would keep all that it knows about the old one. Other peers' threads
-        # add peers meanwhile.
+        # A restarted worker has a new name, and NIXL would keep the old one's state. list(): other threads add peers.
         for sender, known in list(self._remotes.items()):
             if not known.address.process.is_running:
                 self._forget(sender)
@@ -260,18 +258,18 @@ class NixlTransport:
         name = added.decode() if isinstance(added, bytes) else str(added)
         if name != peer.sender:
             self._agent.remove_remote_agent(name)
-            raise KvTransferError(f"the metadata of {peer.sender} is that of {name}")
+            raise KvTransferError(f"the metadata of {peer.sender} belongs to {name}")
         remote = self._remotes[peer.sender] = _Remote(name, address)
         return remote
 
     def _forget(self, sender: str) -> None:
-        """Drop the peer, unless a transfer uses it: a handle that was released must not be used."""
+        """Drop the peer unless a transfer uses it: released handles must not be used."""
         with self._lock:
             remote = self._remotes.get(sender)
             if remote is None or remote.users:
                 return
             del self._remotes[sender]
-        # The peer may be dead already; its handles are of no use either way.
+        # Fails if the peer is dead; its handles are useless either way.
         self._release_tables(remote)
         with contextlib.suppress(Exception):
             self._agent.remove_remote_agent(remote.agent)
@@ -301,7 +299,7 @@ class NixlTransport:
 
     @contextlib.contextmanager
     def _forgotten_if_it_fails(self, operation: Operation, peer: PeerMetadata) -> Iterator[None]:
-        """Raises KvTransferError, or ReadTimeoutError; after the latter the peer is remembered."""
+        """Forgets the peer on failure, except after ReadTimeoutError. Raises KvTransferError otherwise."""
         try:
             yield
         except ReadTimeoutError:
@@ -320,7 +318,7 @@ class NixlTransport:
         block_bytes: int,
         timeout: float,
     ) -> None:
-        """`local`: the prepared list that `local_blocks` are in."""
+        """`local`: the prepared list that has `local_blocks`."""
         with self._connected(operation, peer) as remote:
             if block_bytes not in remote.tables:
                 base = remote.address.base
@@ -344,7 +342,7 @@ class NixlTransport:
             while state == "PROC":
                 if is_late := time.monotonic() > deadline:
                     with self._lock:
-                        # Until it has ended: NIXL says of a forgotten peer's transfer only errors.
+                        # Keep the peer until then: NIXL reports only errors for a forgotten peer's transfer.
                         remote.users += 1
                     raise ReadTimeoutError(
                         f"{_DOING[operation]} {peer.sender} took longer than {timeout:.1f} s",
@@ -369,7 +367,7 @@ class NixlTransport:
             for i, buffer in enumerate(self._free):
                 if buffer.memory.nbytes >= nbytes:
                     return self._free.pop(i)
-        # All of one size, so that none is ever too small for the next read.
+        # All of one size, so that each fits every read.
         memory = huge_page_tensor((max(nbytes, STAGING_BYTES),), torch.uint8)
         return _Buffer(memory, self._register(memory))
 
@@ -379,9 +377,7 @@ class NixlTransport:
 
 
 class _LateTransfer:
-    """A transfer that timed out. Its handle is kept, because only the handle shows when the transfer has ended; if it
-    were released earlier, the bytes would still land, at an unknown time.
-    """
+    """A transfer that timed out. Keeps its handle: once released, the bytes would still land, at an unknown time."""
 
     def __init__(self, agent: Any, handle: Any, on_end: Callable[[], None]) -> None:
         self._agent = agent
@@ -391,8 +387,8 @@ class _LateTransfer:
         self._lock = threading.Lock()
 
     def has_ended(self) -> bool:
-        """True once every byte is there. A transfer that failed has not ended: some bytes may still be on their way."""
-        # NIXL raises for a peer that is gone.
+        """True once every byte has arrived. A failed transfer has not ended: bytes may still be on their way."""
+        # NIXL raises if the peer is gone.
         with self._lock, contextlib.suppress(Exception):
             if not self._has_ended and self._agent.check_xfer_state(self._handle) == "DONE":
                 self._has_ended = True

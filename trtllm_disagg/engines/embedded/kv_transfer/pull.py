@@ -1,6 +1,6 @@
 """CONTEXT_FIRST, both ends: `KvSender` leases a finished prefill's blocks, `KvReceiver` reads them.
 
-A lease holds the blocks of a finished prefill: until `Finish`, an explicit release, or its expiry.
+A lease holds a finished prefill's blocks until `Finish`, a release, or its expiry.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata
+from trtllm_disagg.engines.embedded.kv_transfer.connections import (
+    SUCCESS,
+    Outcome,
+    PeerConnections,
+    ProgressThread,
+    take_all,
+)
 from trtllm_disagg.engines.embedded.kv_transfer.control import (
     Begin,
     ControlServer,
@@ -29,7 +36,6 @@ from trtllm_disagg.engines.embedded.kv_transfer.control import (
     Release,
     Reply,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.peers import SUCCESS, Outcome, Peers, ProgressThread, take_all
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
 
@@ -38,7 +44,7 @@ _REMEMBERED = 1024
 
 @dataclass(slots=True)
 class Lease:
-    """Blocks that a sender keeps for a receiver: until `Finish`, an explicit release, or the expiry of the lease."""
+    """Blocks that a sender keeps for a receiver."""
 
     id: bytes
     request_id: int
@@ -50,9 +56,9 @@ class Lease:
 
 
 class LeaseTable:
-    """Thread-safe. A lease leaves the table exactly once, whatever ends it first; only then may its blocks go.
+    """Thread-safe. A lease leaves the table exactly once, and its blocks are freed only then.
 
-    So when `finish` answers True, the blocks were untouched during everything that the receiver read before.
+    So if `finish` returns True, the blocks were untouched during the receiver's read.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,8 +79,8 @@ class LeaseTable:
         return lease
 
     def begin(self, lease_id: bytes, digest: bytes) -> bool:
-        """The receiver is about to read: True when it may. The lease then has its whole time again, once: a
-        receiver that begins over and over cannot keep the blocks for ever.
+        """True if the receiver may read. Restarts the lease's time once only, so that repeated calls cannot keep the
+        blocks for ever.
         """
         with self._lock:
             lease = self._held(lease_id, digest)
@@ -83,7 +89,7 @@ class LeaseTable:
             return lease is not None
 
     def finish(self, lease_id: bytes, digest: bytes) -> bool:
-        """The receiver has read: True when the lease was still held and is the one that the receiver means."""
+        """End the lease after the read: True if it was still held and has this digest."""
         with self._lock:
             lease = self._held(lease_id, digest)
             if lease is not None:
@@ -91,14 +97,12 @@ class LeaseTable:
             return lease is not None
 
     def has_ended_early(self, lease_id: bytes) -> bool:
-        """This lease expired, or was given back by either side, before a receiver had read. Only the last ones are
-        remembered.
-        """
+        """True if this lease expired or was released before `finish`. Remembers only the latest such leases."""
         with self._lock:
             return lease_id in self._ended_early
 
     def release(self, lease_id: bytes) -> None:
-        """The receiver does not want the blocks."""
+        """End the lease without a read."""
         with self._lock:
             if lease := self._by_id.get(lease_id):
                 self._end_early(lease)
@@ -112,7 +116,7 @@ class LeaseTable:
             return True
 
     def handlers(self) -> MessageHandlers:
-        """They answer the messages about leases."""
+        """Handlers of the messages about leases."""
         return {
             Begin: lambda asked: self._reply(asked.lease, self.begin(asked.lease, asked.digest)),
             Finish: lambda asked: self._reply(asked.lease, self.finish(asked.lease, asked.digest)),
@@ -120,7 +124,7 @@ class LeaseTable:
         }
 
     def take_ended(self) -> list[Lease]:
-        """Leases that ended since the last call, expired ones included. Their blocks are the caller's to free."""
+        """Leases that ended or expired since the last call. The caller must free their blocks."""
         now = self._clock()
         with self._lock:
             for lease in [lease for lease in self._by_id.values() if lease.deadline <= now]:
@@ -133,7 +137,7 @@ class LeaseTable:
             return min((lease.deadline for lease in self._by_id.values()), default=None)
 
     def oldest(self) -> float | None:
-        """When it was granted; None when there is none."""
+        """When the oldest lease was granted; None without leases."""
         with self._lock:
             return next((lease.granted for lease in self._by_id.values()), None)
 
@@ -151,7 +155,7 @@ class LeaseTable:
         return Reply.LATE if self.has_ended_early(lease_id) else Reply.GONE
 
     def _held(self, lease_id: bytes, digest: bytes) -> Lease | None:
-        """The lease that the receiver means, unless it is over."""
+        """The lease with this digest, unless it has ended."""
         lease = self._by_id.get(lease_id)
         if lease is None or not lease.digest or not secrets.compare_digest(lease.digest, digest):
             return None
@@ -183,7 +187,7 @@ class KvSender:
         on_lease_ended: Callable[[], None],
     ) -> None:
         self._layout = layout
-        # The random part tells this process from an earlier one with the same pid on the same host.
+        # The random part distinguishes an earlier process with the same pid.
         self.name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.leases = LeaseTable(timeouts.transfer)
         self._control = ControlServer(on_lease_ended)
@@ -196,8 +200,8 @@ class KvSender:
     def start(
         self, handlers: MessageHandlers | None = None, expects: Callable[[], bool] = lambda: False
     ) -> None:
-        """Answer peers from now on. `handlers` answer the messages that are not about leases; `expects` returns True
-        when a peer other than the holder of a lease may read or write here.
+        """Start answering peers. `handlers` answer messages other than the leases'; `expects` returns True while a peer
+        without a lease may read or write here.
         """
         self._expects = expects
         self._control.start(self._metadata, {**self.leases.handlers(), **(handlers or {})})
@@ -212,7 +216,7 @@ class KvSender:
         seed: int,
         cached_tokens: int,
     ) -> bytes:
-        """Hold the blocks; return the `opaque_state` that lets a receiver read them."""
+        """Hold the blocks; return the `opaque_state` with which a receiver reads them."""
         lease = self.leases.grant(request_id, blocks)
         handle = KvHandle(
             version=VERSION,
@@ -237,28 +241,31 @@ class KvSender:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Pull:
-    """One request's read. Each block of `remote` is read into the block of `local` at the same index."""
+    """One request's read of blocks `remote` into blocks `local`, index by index."""
 
     handle: KvHandle
     remote: list[int]
     local: list[int]
-    #: Returns False when the request has been aborted: a pull that has not begun does not begin then.
+    #: Returns False once the request is aborted; the pull then does not begin.
     is_wanted: Callable[[], bool] = lambda: True
-    #: The pull does not begin after this time. Set by `KvReceiver.start`.
+    #: Deadline for the start, set by `KvReceiver.start`.
     end: float = math.inf
     bytes_moved: int = 0
-    #: With `late`, the read may still write into `local`: those blocks must not be used before it has ended.
+    #: If `late`, the read may still write into `local`: do not use those blocks before it has ended.
     outcome: Outcome = SUCCESS
 
 
 class KvReceiver:
-    """Reads blocks beside the engine's thread, which goes on with its steps; `take_finished` returns the ended reads.
+    """Reads blocks while the engine's thread runs steps; `take_finished` returns the ended reads.
 
-    Each sender has a thread of its own for one pull at a time: a sender that stalls delays no other sender's pulls.
+    Each sender has a thread, for one pull at a time, so that a stalled sender delays no other.
     """
 
     def __init__(
-        self, peers: Peers, on_finished: Callable[[], None], clock: Callable[[], float] = time.monotonic
+        self,
+        peers: PeerConnections,
+        on_finished: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._peers = peers
         self._on_finished = on_finished
@@ -270,7 +277,7 @@ class KvReceiver:
         self._peers.threads.submit(pull.handle.endpoint, self._run, pull)
 
     def release(self, handle: KvHandle) -> None:
-        """Tell the sender that its blocks will not be read; best effort, its lease ends by itself."""
+        """Tell the sender that its blocks will not be read. Best effort: its lease expires."""
         self._peers.threads.submit(handle.endpoint, self._release, handle)
 
     def take_finished(self) -> list[Pull]:
@@ -286,12 +293,12 @@ class KvReceiver:
             pull.outcome = self._peers.attempt(handle.endpoint, lambda: self._pull(pull))
         self._finished.put(pull)
         self._on_finished()
-        # The engine does not wait for that. It frees the blocks if the sender is still alive and the lease not over.
+        # After the report, since the engine need not wait: frees the blocks if sender and lease are still alive.
         if isinstance(pull.outcome.error, KvTransferError) and self._clock() < pull.end:
             self._release(handle)
 
     def _why_not(self, pull: Pull) -> str:
-        """Why the pull does not begin any more; else empty."""
+        """Why the pull must not begin; empty if it may."""
         if not pull.is_wanted():
             return "the request was aborted before its KV was read"
         if self._clock() >= pull.end:
@@ -303,7 +310,7 @@ class KvReceiver:
         handle, client, timeouts = pull.handle, self._peers.client, self._peers.timeouts
         sender = self._peers.peer_with(handle.endpoint, pull.remote)
         if handle.layout != self._peers.layout.fingerprint():
-            raise HandoffRefusedError("the handoff names another KV layout than its prefill worker has")
+            raise HandoffRefusedError("the handoff's KV layout is not its prefill worker's")
         if pull.local:
             _require_held(handle, client.begin(handle, timeouts.control))
             blocks = np.asarray(pull.remote, np.int32), np.asarray(pull.local, np.int32)

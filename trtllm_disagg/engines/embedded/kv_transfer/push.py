@@ -1,5 +1,5 @@
-"""GENERATION_FIRST, both ends. Prefill's: `OfferBook` keeps decode's offers, `KvPusher` fills their blocks. Decode's:
-`PushReceiver` offers blocks, and waits.
+"""GENERATION_FIRST, both ends. Prefill: `OfferBook` keeps decode's offers, and `KvPusher` fills their blocks. Decode:
+`PushReceiver` offers blocks and waits.
 """
 
 from __future__ import annotations
@@ -18,6 +18,14 @@ import msgspec
 import numpy as np
 
 from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata
+from trtllm_disagg.engines.embedded.kv_transfer.connections import (
+    SUCCESS,
+    LateTransfer,
+    Outcome,
+    PeerConnections,
+    as_disagg_error,
+    take_all,
+)
 from trtllm_disagg.engines.embedded.kv_transfer.control import (
     Failure,
     Notice,
@@ -28,14 +36,6 @@ from trtllm_disagg.engines.embedded.kv_transfer.control import (
     Watch,
     Withdraw,
     new_ticket,
-)
-from trtllm_disagg.engines.embedded.kv_transfer.peers import (
-    SUCCESS,
-    LateTransfer,
-    Outcome,
-    Peers,
-    as_disagg_error,
-    take_all,
 )
 from trtllm_disagg.errors import DisaggError, HandoffRefusedError, KvTransferError, OverloadedError
 from trtllm_disagg.wire.kv_handle import UNREADABLE, socket_path
@@ -50,22 +50,22 @@ class Push:
 
     def __init__(self, offer: Offer) -> None:
         self.offer = offer
-        #: Prompt blocks that decode has, or that are being written.
+        #: Number of prompt blocks that decode has or that are being written.
         self.num_sent = offer.num_known
         self.bytes_moved = 0
         #: Decode has given up.
         self.is_withdrawn = False
-        #: Set when nothing is written now and nothing will be.
+        #: Set once no write runs or can begin.
         self.stopped = threading.Event()
         self._lock = threading.Lock()
         self._operations = 0
         self._closed = False
-        #: A write timed out and may still arrive: `stopped` stays unset until `landed`.
+        #: A write timed out and may still land: `stopped` stays unset until `landed`.
         self.may_land_later = False
 
     @contextlib.contextmanager
     def operation(self) -> Iterator[bool]:
-        """Yields False when the push was closed before: then nothing may be written."""
+        """Yields False if the push is closed: then do not write."""
         with self._lock:
             allowed = not self._closed
             self._operations += allowed
@@ -77,7 +77,7 @@ class Push:
                 self._stop_if_due()
 
     def close(self) -> None:
-        """No operation begins any more."""
+        """Let no further operation begin."""
         with self._lock:
             self._closed = True
             self._stop_if_due()
@@ -94,9 +94,7 @@ class Push:
 
 
 class _Remembered(dict[Hashable, None]):
-    """The last ids that were added. The engine looks for every waiting request at each offer, so a look takes the same
-    time however many there are.
-    """
+    """The latest ids, with constant-time lookup: the engine looks up every waiting request at each offer."""
 
     def add(self, each: Hashable) -> None:
         self.pop(each, None)
@@ -111,7 +109,7 @@ class _Open(NamedTuple):
 
 
 class OfferBook:
-    """Thread-safe. Offers arrive on the control channel, before or after the request that they belong to."""
+    """Thread-safe. Offers arrive on the control channel, before or after their request."""
 
     def __init__(
         self,
@@ -120,17 +118,17 @@ class OfferBook:
         stop_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A withdrawal waits `stop_seconds` for a write that has begun."""
+        """A withdrawal waits `stop_seconds` for a running write."""
         self._stop_seconds = stop_seconds
         self._layout = layout
         self._on_news = on_news
         self._clock = clock
         self._lock = threading.Lock()
-        #: The offers that no request has taken yet, by request.
+        #: Offers that no request has claimed yet, by request.
         self._open: dict[int, _Open] = {}
         self._pushes: dict[bytes, Push] = {}
         self._withdrawn = _Remembered()
-        #: Requests that decode, or prefill, has abandoned before the offer and the request were both here.
+        #: Requests that decode or prefill abandoned before both offer and request had arrived.
         self._abandoned_by_decode = _Remembered()
         self._abandoned_by_prefill = _Remembered()
         self._has_news = threading.Event()
@@ -138,7 +136,7 @@ class OfferBook:
     # -- the control channel's threads
 
     def offered(self, offer: Offer) -> bytes:
-        """OK, or the reason of the refusal."""
+        """Answers OK, or the reason of the refusal."""
         if (
             offer.layout != self._layout
             or offer.num_known > len(offer.blocks)
@@ -154,7 +152,7 @@ class OfferBook:
             if offer.request in self._open or any(
                 push.offer.request == offer.request for push in self._pushes.values()
             ):
-                return Reply.TAKEN
+                return Reply.CLAIMED
             if len(self._open) >= _MAX_OFFERS:
                 return Reply.FULL
             self._open[offer.request] = _Open(offer, self._clock() + offer.seconds)
@@ -162,7 +160,7 @@ class OfferBook:
         return Reply.OK
 
     def withdrawn(self, withdraw: Withdraw) -> bytes:
-        """STOPPED: the blocks are decode's own again. BUSY: not yet, ask again."""
+        """Answers STOPPED if decode may reuse the blocks, BUSY if it must ask again."""
         with self._lock:
             self._withdrawn.add(withdraw.ticket)
             known = self._open.get(withdraw.request)
@@ -180,7 +178,7 @@ class OfferBook:
         return Reply.STOPPED if push.stopped.wait(self._stop_seconds) else Reply.BUSY
 
     def watched(self, watch: Watch) -> bytes:
-        """The tickets that this engine does not work on, as a msgpack list."""
+        """Answers the tickets that this engine does not work on, as a msgpack list."""
         with self._lock:
             known = {entry.offer.ticket for entry in self._open.values()} | self._pushes.keys()
         return msgspec.msgpack.encode([ticket for ticket in watch.tickets if ticket not in known])
@@ -188,10 +186,10 @@ class OfferBook:
     # -- the engine's thread
 
     def take_news(self) -> bool:
-        """Something was offered or withdrawn since the last call."""
+        """True if an offer or a withdrawal arrived since the last call."""
         if not self._has_news.is_set():
             return False
-        # Cleared only when it was seen: an offer may come between the two, and would wake the engine for nothing.
+        # Cleared only if seen set: an offer in between would wake the engine for nothing.
         self._has_news.clear()
         return True
 
@@ -205,20 +203,18 @@ class OfferBook:
             return push
 
     def was_abandoned_by_decode(self, request: int) -> bool:
-        """Decode has withdrawn this request before its offer was taken here."""
+        """True if decode withdrew this request before `take`."""
         with self._lock:
             return request in self._abandoned_by_decode
 
     def abandon(self, request: int) -> None:
-        """Prefill gives up on the request: its offer is dropped, and a later one is refused."""
+        """Drop the request's offer, and refuse a later one."""
         with self._lock:
             self._abandoned_by_prefill.add(request)
             self._open.pop(request, None)
 
     def forget(self, push: Push) -> None:
-        """Decode has its notice or its failure message. A push with a write that may still land is kept: until then a
-        withdrawal has to find it.
-        """
+        """Drop a push after its notice or failure, unless a write may still land: a withdrawal must find that one."""
         with self._lock:
             if not push.may_land_later:
                 self._pushes.pop(push.offer.ticket, None)
@@ -235,31 +231,31 @@ class OfferBook:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One step of a push has ended: decode's prefix was read; decode accepted the notice; all writes of a failed push
-    have stopped; decode was sent the failure; or a transfer failed.
+    """An ended step of a push: decode's prefix was read; decode accepted the notice; all writes of a failed push
+    stopped; the failure was sent to decode; or a transfer failed.
     """
 
     push: Push
     kind: Literal["read", "delivered", "stopped", "failure_sent", "failed"]
     outcome: Outcome = SUCCESS
-    #: This engine's blocks that a late read may still fill; a late write fills decode's.
+    #: Blocks of this engine that a late read may still fill.
     filled: tuple[int, ...] = ()
 
 
 class KvPusher:
-    """Runs each push's moves in order on its decode engine's thread, beside the engine's thread."""
+    """Runs each push's moves in order, on its decode engine's thread."""
 
-    def __init__(self, peers: Peers, on_finished: Callable[[], None]) -> None:
+    def __init__(self, peers: PeerConnections, on_finished: Callable[[], None]) -> None:
         self._peers = peers
         self._on_finished = on_finished
         self._finished: queue.SimpleQueue[Move] = queue.SimpleQueue()
 
     def read(self, push: Push, first: int, local: list[int]) -> None:
-        """Read decode's blocks, from index `first` on, into the blocks `local`."""
+        """Read decode's blocks from index `first` on into the blocks `local`."""
         self._submit(push, lambda: self._read(push, first, local), local)
 
     def write(self, push: Push, first: int, local: list[int]) -> None:
-        """Write the blocks `local` into decode's blocks, from index `first` on."""
+        """Write the blocks `local` into decode's blocks from index `first` on."""
         self._submit(push, lambda: self._write(push, first, local))
 
     def deliver(self, push: Push, notice: Notice) -> None:
@@ -267,7 +263,7 @@ class KvPusher:
         self._submit(push, lambda: self._deliver(push, notice))
 
     def fail(self, push: Push, reason: str) -> None:
-        """Begin no further move, and send decode a Failure if it can be reached."""
+        """Begin no further move, and try to send decode a Failure."""
         push.close()
         self._peers.threads.submit(push.offer.endpoint, self._send_failure, push, reason)
 
@@ -275,7 +271,7 @@ class KvPusher:
         return take_all(self._finished)
 
     def _submit(self, push: Push, move: Callable[[], None], filled: Sequence[int] = ()) -> None:
-        """`filled`: blocks of this engine that the move writes into."""
+        """`filled`: this engine's blocks that the move fills."""
         self._peers.threads.submit(push.offer.endpoint, self._run, push, move, tuple(filled))
 
     # -- on the decode engine's thread
@@ -294,7 +290,7 @@ class KvPusher:
 
     def _read(self, push: Push, first: int, local: list[int]) -> None:
         self._peers.transport.read(*self._blocks(push, first, local), self._peers.timeouts.transfer)
-        # As with a lease: decode, which holds the blocks, confirms afterwards that they were untouched.
+        # As with a lease, decode confirms afterwards that the blocks were untouched.
         if self._send(push, StillOffered(push.offer.ticket)) != Reply.HELD:
             raise KvTransferError(GIVEN_UP)
         self._finish(Move(push, "read"))
@@ -309,13 +305,13 @@ class KvPusher:
             answer = self._send(push, notice)
         except KvTransferError:  # the connection may have been an old one
             answer = self._send(push, notice)
-        if answer != Reply.TAKEN:
+        if answer != Reply.CLAIMED:
             raise KvTransferError(GIVEN_UP)
         push.close()
         self._finish(Move(push, "delivered"))
 
     def _send_failure(self, push: Push, reason: str) -> None:
-        # All moves of a peer run one after the other, so none of them is under way now.
+        # A peer's moves run in order, so none runs now.
         self._finish(Move(push, "stopped"))
         with contextlib.suppress(KvTransferError):
             self._send(push, Failure(push.offer.ticket, reason[:1000], push.stopped.is_set()))
@@ -324,7 +320,7 @@ class KvPusher:
     def _blocks(
         self, push: Push, first: int, local: list[int]
     ) -> tuple[PeerMetadata, np.ndarray, np.ndarray]:
-        """Arguments of a transport: decode's metadata, its blocks from index `first` on, and the blocks `local`."""
+        """A transport's arguments: decode's metadata, its blocks from index `first` on, and the blocks `local`."""
         offer = push.offer
         remote = offer.blocks[first : first + len(local)]
         decode = self._peers.peer_with(offer.endpoint, remote)
@@ -338,14 +334,13 @@ class KvPusher:
         self._on_finished()
 
 
-# The decode engine's end: blocks are offered, and a prefill engine writes into them. Decode may give up at any moment.
-# It uses its blocks again only when the writer has confirmed that it stopped, or is known to be dead; until then the
-# blocks stay with the writer, which is asked repeatedly.
+# Decode's end: it offers blocks, and a prefill engine writes into them. Decode may give up at any time, but reuses its
+# blocks only once the writer confirms that it stopped, or is dead; it asks until then.
 
 _tickets = msgspec.msgpack.Decoder(list[bytes])
 _REFUSALS = {
     Reply.UNFIT.value: "their layout, count or endpoint does not fit its engine",
-    Reply.TAKEN.value: "this disagg_request_id was offered before",
+    Reply.CLAIMED.value: "this disagg_request_id was offered before",
     Reply.WITHDRAWN.value: "the decode worker has withdrawn them",
     Reply.BAD.value: "its engine takes no offers",
 }
@@ -353,38 +348,38 @@ _REFUSALS = {
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Expected:
-    """The KV of one request, expected from a prefill engine that may not have begun."""
+    """One request's KV, expected from a prefill engine."""
 
     #: Prefill's control channel.
     endpoint: str
     offer: Offer
-    #: When decode gives up, by time.monotonic().
+    #: time.monotonic() seconds at which decode gives up.
     end: float = math.inf
     #: Prefill may know of these blocks.
     is_offered: bool = False
     notice: Notice | None = None
     error: DisaggError | None = None
-    #: Prefill does not write into the blocks any more.
+    #: Prefill no longer writes into the blocks.
     stopped: bool = False
 
 
 class PushReceiver:
-    """The table of expectations. One leaves it exactly once: by a notice, by a failure, or when decode gives up."""
+    """Keeps the expected KV. Each entry leaves exactly once: by a notice, a failure, or when decode gives up."""
 
     def __init__(
         self,
-        peers: Peers,
+        peers: PeerConnections,
         *,
         on_news: Callable[[], None],
         on_busy: Callable[[], None],
     ) -> None:
-        """`on_busy` is called when a peer may write here from now on."""
+        """`on_busy` is called when a peer may begin to write here."""
         self._peers = peers
         self._on_busy = on_busy
         self._on_news = on_news
         self._lock = threading.Lock()
         self._waiting: dict[bytes, Expected] = {}
-        #: Tickets of accepted notices: prefill sends one again when the answer was lost.
+        #: Tickets of accepted notices: prefill resends one if the answer was lost.
         self._accepted: deque[bytes] = deque(maxlen=_REMEMBERED)
         self._closed = threading.Event()
         self._watching: set[str] = set()
@@ -400,18 +395,18 @@ class PushReceiver:
         self._peers.threads.submit(expected.endpoint, self._offer, expected)
 
     def give_up(self, expected: Expected) -> LateTransfer | None:
-        """None when the blocks may be used again; else the transfer that may still write into them."""
+        """The transfer that may still write into the blocks; None if they may be reused."""
         with self._lock:
             self._waiting.pop(expected.offer.ticket, None)
             if expected.stopped:
                 return None
-        # The offer may still be on its way: only behind it, on the peer's thread, is it known whether it was sent.
+        # Queued behind the offer on the peer's thread: only there is it known whether the offer was sent.
         late = LateTransfer(expected.endpoint, lambda: self._withdraw(expected))
         self._peers.late.add(late)
         return late
 
     def decline(self, endpoint: str, request: int) -> None:
-        """Tell prefill that it gets no offer for this request; best effort, because prefill's wait has a deadline."""
+        """Tell prefill that no offer comes for this request. Best effort: prefill's wait has a deadline."""
         self._peers.threads.submit(endpoint, self._decline, endpoint, request)
 
     @property
@@ -441,12 +436,12 @@ class PushReceiver:
         with self._lock:
             expected = self._waiting.pop(ticket, None)
             if expected is None:
-                return Reply.TAKEN if notice is not None and ticket in self._accepted else Reply.GONE
+                return Reply.CLAIMED if notice is not None and ticket in self._accepted else Reply.GONE
             if notice is not None:
                 self._accepted.append(ticket)
             expected.notice, expected.error, expected.stopped = notice, error, stopped
         self._on_news()
-        return Reply.TAKEN
+        return Reply.CLAIMED
 
     # -- on the prefill engine's thread
 
@@ -455,7 +450,7 @@ class PushReceiver:
             return
         endpoint = expected.endpoint
         try:
-            self._peers.metadata.of(endpoint)  # which is refused where our KV does not fit
+            self._peers.metadata.of(endpoint)  # raises if our KV does not fit
             expected.is_offered = True
             answer = self._peers.send(endpoint, expected.offer)
         except Exception as raised:
@@ -463,9 +458,9 @@ class PushReceiver:
             is_lost = isinstance(error, KvTransferError)
             if is_lost:
                 self._peers.metadata.drop(endpoint)
-            # Prefill may have accepted an offer although its answer was lost.
-            may_be_taken = is_lost and expected.is_offered and not isinstance(error, PeerGoneError)
-            self._settle(expected.offer.ticket, error=error, stopped=not may_be_taken)
+            # Prefill may have accepted an offer even if its answer was lost.
+            may_be_claimed = is_lost and expected.is_offered and not isinstance(error, PeerGoneError)
+            self._settle(expected.offer.ticket, error=error, stopped=not may_be_claimed)
         else:
             if answer != Reply.OK:
                 self._settle(expected.offer.ticket, error=_refused(answer), stopped=True)
@@ -476,14 +471,14 @@ class PushReceiver:
 
     def _withdraw(self, expected: Expected) -> bool:
         """True once prefill cannot write into the blocks any more."""
-        if not expected.is_offered:  # given up before it was offered: prefill waits for nothing
+        if not expected.is_offered:  # prefill does not know of it
             self._decline(expected.endpoint, expected.offer.request)
             return True
         question = Withdraw(expected.offer.request, expected.offer.ticket)
         try:
             return self._peers.send(expected.endpoint, question) == Reply.STOPPED
         except PeerGoneError:
-            return True  # it wrote by system calls, and none outlives a process
+            return True  # it wrote by system calls, which end with the process
         except KvTransferError:
             return False
 
@@ -508,10 +503,9 @@ class PushReceiver:
             lost, reason = tickets, f"prefill worker {endpoint} is gone"
         except (KvTransferError, *UNREADABLE):
             return  # the peer may come back; every expectation has a deadline
-        # Not known to have stopped: a withdrawal asks that first. Requests that ended while the question was on its way
-        # do not show that their engine has lost any.
+        # stopped=False: a withdrawal asks that first. Requests that ended meanwhile prove no loss.
         replies = [self._settle(ticket, error=KvTransferError(reason), stopped=False) for ticket in lost]
-        if Reply.TAKEN in replies:
+        if Reply.CLAIMED in replies:
             self._peers.metadata.drop(endpoint)
 
 

@@ -1,7 +1,7 @@
 """Same-host transport: the pool lives in an anonymous shared memory file that peers map.
 
-memfd rather than /dev/shm: nothing is left behind by `kill -9`. Peers open it through /proc, which needs the
-same user and pid namespace; that is what "same host" means here.
+A memfd, unlike a file in /dev/shm, leaves nothing behind after `kill -9`. Peers open it through /proc, which requires
+the same user and pid namespace.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from trtllm_disagg.common.machine import ProcessMark, own_mark
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     PeerMetadata,
     common_runs,
@@ -25,7 +26,6 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
     require_running,
 )
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.processes.machine import ProcessMark, own_mark
 
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -56,7 +56,7 @@ class SharedMemoryTransport:
         self._memory: mmap.mmap | None = None
         self._blocks = np.empty((0, 0), np.uint8)
         self._peers: dict[str, _Mapping] = {}
-        # Each peer has a thread, and each of them changes these.
+        # Changed by each peer's thread.
         self._lock = threading.Lock()
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -69,7 +69,7 @@ class SharedMemoryTransport:
         nbytes = math.prod(shape) * dtype.itemsize
         self._fd = os.memfd_create("trtllm-disagg-kv", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, nbytes)
-        # Every page from the start; otherwise each block's first write would pay for its pages.
+        # Allocate every page now, or each block's first write would pay for its pages.
         self._memory = mmap.mmap(self._fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         pool = torch.frombuffer(self._memory, dtype=dtype).view(shape)
         self._blocks = pool.view(torch.uint8).numpy().reshape(shape[0], -1)
@@ -109,7 +109,7 @@ class SharedMemoryTransport:
             mapping.close()
 
     def progress(self) -> None:
-        """Nothing to do: readers map the memory themselves."""
+        """Does nothing: readers map the memory themselves."""
 
     def close(self) -> None:
         for mapping in self._peers.values():
@@ -120,7 +120,7 @@ class SharedMemoryTransport:
             self._fd = -1
 
     def _mapping(self, peer: PeerMetadata) -> _Mapping:
-        """The peer's pool, mapped once. A dead peer's memory lives on here, so its process is asked for first."""
+        """The peer's pool, mapped once. Checks the process first: a mapping outlives a dead peer."""
         address = decoded_address(peer, _Address)
         require_running(peer, address.process)
         mapping = self._peers.get(peer.sender)
@@ -135,7 +135,7 @@ class SharedMemoryTransport:
         return mapping
 
     def _unmap_the_dead(self) -> None:
-        """A restarted worker comes under another name; the memory of the old one would stay with us."""
+        """A restarted worker has a new name; the old one's memory would stay mapped."""
         with self._lock:
             dead = [name for name, each in self._peers.items() if not each.address.process.is_running]
             unmapped = [self._peers.pop(name) for name in dead]
@@ -145,7 +145,7 @@ class SharedMemoryTransport:
     def _map(self, peer: PeerMetadata, address: _Address) -> _Mapping:
         fd = os.open(f"/proc/{address.process.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            # Not MAP_POPULATE: the engine would stop until all of the peer's pool is mapped, 0.2 s per GiB.
+            # Not MAP_POPULATE, which would stop the engine for 0.2 s per GiB of the peer's pool.
             memory = mmap.mmap(fd, address.nbytes, flags=mmap.MAP_SHARED)
         finally:
             os.close(fd)
@@ -153,7 +153,7 @@ class SharedMemoryTransport:
 
 
 def _copy(source: np.ndarray, from_blocks: np.ndarray, target: np.ndarray, to_blocks: np.ndarray) -> int:
-    """Returns the number of bytes."""
+    """Returns the number of bytes copied."""
     if source.shape[1] != target.shape[1]:
         raise KvTransferError(f"blocks of {source.shape[1]} bytes do not fit those of {target.shape[1]}")
     for start, length in common_runs(from_blocks, to_blocks):
@@ -162,26 +162,26 @@ def _copy(source: np.ndarray, from_blocks: np.ndarray, target: np.ndarray, to_bl
     return len(from_blocks) * int(source.shape[1])
 
 
-# Memory of one process that others read fast: the pool of NIXL.
+# Memory that other processes read fast, for NIXL's pool.
 
 
 def huge_page_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeroed CPU memory, on huge pages where the kernel gives them, every page present from the start.
+    """Zeroed CPU memory with every page present, on huge pages if the kernel has them.
 
-    A read out of another process pins page by page; with 2 MiB pages on both ends it runs at the speed of
-    memcpy, with 4 KiB pages below that.
+    A read from another process pins each page: with 2 MiB pages on both ends it is as fast as memcpy, with 4 KiB
+    slower.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE_BYTES
-    return whole[start : start + nbytes].zero_().view(dtype).view(shape)
+    pages = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -pages.data_ptr() % _HUGE_PAGE_BYTES
+    return pages[start : start + nbytes].zero_().view(dtype).view(shape)
 
 
 def new_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeroed memory on the device; on the CPU in huge pages."""
+    """Zeroed memory on the device; huge pages on the CPU."""
     if device.type == "cpu":
         return huge_page_tensor(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The transports, which of them `cache_transceiver_config.backend` means, and what NIXL needs of this machine."""
+"""The transports, the values of `cache_transceiver_config.backend`, and what NIXL requires of the machine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from trtllm_disagg.common.interpreter import python
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.interpreter import python
 
 if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.kv_transfer.base import StagingTransport
@@ -21,20 +21,20 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _KEY = "cache_transceiver_config.backend"
-NOT_BETWEEN_HOSTS = "between hosts TensorRT-LLM moves KV; the embedded engine does within one host"
+NOT_BETWEEN_HOSTS = "the embedded engine moves KV within one host only; use TensorRT-LLM between hosts"
 
 
 class TransportSpec(NamedTuple):
     #: `module:class`, imported when the transport is chosen.
     path: str
-    #: TensorRT-LLM has a backend of this name, too.
+    #: TensorRT-LLM has a backend of this name.
     is_tensorrt_llms: bool = False
-    #: Where the pools may be that it moves KV between.
+    #: Devices of the pools.
     devices: tuple[str, ...] = ("cpu",)
 
 
 _PACKAGE = "trtllm_disagg.engines.embedded.kv_transfer"
-#: By name; one that is here can be configured.
+#: By name, as configured.
 TRANSPORTS = {
     "NIXL": TransportSpec(f"{_PACKAGE}.nixl:NixlTransport", is_tensorrt_llms=True, devices=("cpu", "cuda")),
     "SHARED_MEMORY": TransportSpec(f"{_PACKAGE}.shared_memory:SharedMemoryTransport"),
@@ -56,9 +56,8 @@ def on_gpus() -> tuple[str, ...]:
 
 
 def create_transport(backend: str, *, needs_cma: bool = False) -> StagingTransport:
-    """DEFAULT means NIXL, or shared memory where NIXL is not installed, has no room in /dev/shm or may not read other
-    processes' memory, which `needs_cma` asks for. Raises ConfigError for any other name, and where a transport would
-    not work.
+    """DEFAULT is NIXL, or shared memory if NIXL is not installed, has no room in /dev/shm or, with `needs_cma`, may
+    not read other processes' memory. Raises ConfigError for an unknown name or a transport that would not work.
     """
     if backend not in backends():
         raise ConfigError.bad_value(_KEY, backend, f"one of {', '.join(backends())} on the embedded engine")
@@ -69,7 +68,7 @@ def create_transport(backend: str, *, needs_cma: bool = False) -> StagingTranspo
             return _create(name)
     except ImportError as error:
         remedy = _NIXL_REMEDY if name == "NIXL" else ""
-        reason = f"a machine on which {name} is installed ({error}){remedy}"
+        reason = f"a machine with {name} installed ({error}){remedy}"
     if backend == "DEFAULT":
         log.warning("KV moves through shared memory; NIXL needs %s", reason)
         return _create("SHARED_MEMORY")
@@ -83,15 +82,14 @@ def _create(name: str) -> StagingTransport:
 
 DIRECTORY = Path("/dev/shm")
 _MIB = 1 << 20
-#: With less than 16 MiB free, UCX starts without its shared memory and reaches no peer (with exactly 16 MiB it
-#: crashes). Measured with nixl-cu12 1.5.1.
+#: Below 16 MiB UCX starts without shared memory and reaches no peer; at exactly 16 MiB it crashes (nixl-cu12 1.5.1).
 UCX_FREE = 17 * _MIB
 
 
 def lack_of_room(needed: int, library: str) -> str:
-    """What /dev/shm has of the free bytes that a library needs there, and how to get more; empty when it has them.
+    """Why /dev/shm is too small for a library, and the remedy; empty if `needed` bytes are free.
 
-    Containers have 64 MiB of it by default. A process that exhausts it dies of a signal or fails at the first request,
+    Containers have 64 MiB by default. A process that exhausts it dies of a signal or fails at the first request,
     without naming the cause.
     """
     try:
@@ -103,8 +101,8 @@ def lack_of_room(needed: int, library: str) -> str:
         return ""
     size = max(256, 2 * -(-needed // _MIB))
     return (
-        f"{DIRECTORY} has {free / _MIB:.0f} MiB free of the {needed / _MIB:.0f} MiB that {library} needs: remove what "
-        f"is left there, or start the container with --shm-size={size}m, or: "
+        f"{DIRECTORY} has {free / _MIB:.0f} MiB free of the {needed / _MIB:.0f} MiB that {library} needs: remove stale "
+        f"files, or start the container with --shm-size={size}m, or: "
         f"sudo mount -o remount,size={size}m {DIRECTORY}"
     )
 
@@ -121,7 +119,7 @@ _NIXL_REMEDY = ": pip install nixl-cu13==1.5.1; or set SHARED_MEMORY"
 _TIMEOUT_SECONDS = 20.0
 _MARK = b"trtllm-disagg\0"
 
-# Not a child's memory: Yama's ptrace_scope 1 allows that, and workers are no children of each other.
+# The child reads the parent: Yama's ptrace_scope 1 allows the reverse, but workers are not each other's children.
 _READ_PARENT = f"""
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -138,7 +136,7 @@ print(os.strerror(ctypes.get_errno()) if count != size else "" if buffer.raw == 
 
 
 def _why_not_nixl(needs_cma: bool) -> str:
-    """What NIXL needs and does not have here; empty when it would work."""
+    """What NIXL lacks on this machine; empty if it would work."""
     if lack := lack_of_room(UCX_FREE, "UCX"):
         return f"more room, as {lack}; or set SHARED_MEMORY"
     if needs_cma and (reason := why_no_cma()):
@@ -147,7 +145,7 @@ def _why_not_nixl(needs_cma: bool) -> str:
 
 
 def why_no_cma() -> str:
-    """Empty when another process could read this process's memory in a test; else the kernel's error."""
+    """The kernel's error if a test process cannot read this process's memory; else empty."""
     mark = ctypes.create_string_buffer(_MARK, len(_MARK))
     command = python("-S", "-E", "-c", _READ_PARENT, str(os.getpid()), str(ctypes.addressof(mark)))
     try:
@@ -164,7 +162,7 @@ def why_no_cma() -> str:
     return done.stdout.strip()
 
 
-# NIXL's package: each reaches GPUs by one major version of CUDA, and CPUs' memory by none.
+# NIXL's packages: each is for one major version of CUDA.
 
 
 #: By CUDA's major version.
@@ -172,7 +170,7 @@ _MODULES = {"12": "nixl_cu12", "13": "nixl_cu13"}
 
 
 def nixl_api() -> Any:
-    """NIXL's bindings: those for torch's CUDA if installed, else the others. Raises ImportError without any."""
+    """NIXL's bindings, for torch's CUDA if installed, else any. Raises ImportError without any."""
     wanted = _MODULES.get(_cuda_of_torch())
     first, second = sorted(_MODULES.values(), key=lambda name: name != wanted)
     try:
@@ -182,9 +180,7 @@ def nixl_api() -> Any:
 
 
 def require_package_for_gpus(api: Any) -> None:
-    """Raises ConfigError when these bindings are for another CUDA than torch's: they would take a GPU's memory for the
-    CPU's.
-    """
+    """Raises ConfigError if these bindings do not match torch's CUDA: they would treat GPU memory as the CPU's."""
     wanted, found = _MODULES.get(_cuda_of_torch()), api.__name__.partition(".")[0]
     if wanted is None:
         raise ConfigError.bad_value(_KEY, "NIXL", f"torch for CUDA {' or '.join(_MODULES)} on a CUDA device")
@@ -199,34 +195,33 @@ def require_package_for_gpus(api: Any) -> None:
 
 
 def _cuda_of_torch() -> str:
-    """The major version; empty for a torch without CUDA."""
+    """The major version; empty without CUDA."""
     import torch
 
     return (torch.version.cuda or "").partition(".")[0]
 
 
-# UCX's settings, beneath NIXL. UCX must not listen on a network: it checks nothing there.
+# UCX's settings, used by NIXL. UCX must not listen on a network, since it authenticates nothing.
 
 
-#: KV by the system call that reads another process (the kernel asks for the same user), all else through shared
-#: memory that has no name. Nothing listens.
+#: KV moves by the system call that reads another process (of the same user), all else through unnamed shared
+#: memory. Nothing listens.
 _UCX_TLS = {"cpu": "posix,cma,self", "cuda": "posix,cma,cuda_copy,cuda_ipc,self"}
-#: Without tcp UCX has this mode only; a read of a dead peer fails all the same, and a read by CMA has ended when it
-#: returns.
+#: UCX's only mode without tcp. Reads of a dead peer still fail, and a CMA read has ended when it returns.
 UCX_ERROR_MODE = "none"
 _TUNING = {
     "UCX_LOG_LEVEL": "error",
-    # A whole run of blocks in one system call, and all of a request's in one round: a tenth less time.
+    # One system call per run of blocks, one round per request: a tenth less time.
     "UCX_CMA_SEG_SIZE": "16m",
     "UCX_CMA_TX_QUOTA": "inf",
-    # Where it sees no NVLink, UCX would read another process's GPU memory through the CPU's: within one GPU
-    # hundreds of times slower. A decode worker reads.
+    # Without NVLink, UCX would read another process's GPU memory through the CPU: hundreds of times slower
+    # within one GPU.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
 }
 
 
 def ucx_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """UCX's variables. The user's own values win, unless they would open this host's memory to other users."""
+    """UCX's variables. The user's values win unless they would open this host's memory to other users."""
     safe, chosen = _UCX_TLS[device], environ.get("UCX_TLS")
     if chosen is not None and not set(chosen.split(",")) <= set(safe.split(",")):
         log.warning(
@@ -237,7 +232,7 @@ def ucx_settings(device: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def ucx_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set the variables while an agent is made, which is when UCX reads them."""
+    """Set the variables while an agent is made: UCX reads them then."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

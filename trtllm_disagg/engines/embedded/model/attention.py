@@ -1,54 +1,33 @@
-"""Paged attention behind transformers' AttentionInterface: any model of theirs, unmodified, over our KV pool.
+"""Paged attention behind transformers' AttentionInterface: runs their unmodified models over our KV pool.
 
-A step packs all rows into one (1, tokens) batch. `StepLayout` says which tokens belong to which row and where its
-KV lives; it is built once a step and travels through the model's forward as the plain keyword `paged`.
+A step packs all rows into one (1, tokens) batch. `StepLayout` maps tokens to rows and their KV; it is built once per
+step and passes through the model's forward as the keyword `paged`.
 
-Compiled kernels compute it where there are some (compiled_ops.py), else torch. Bitwise reproducibility with torch:
-prefill queries are cut into tiles aligned to the ABSOLUTE position, each attending to the keys up to the tile's end,
-whether its prompt gets that far or not. So a token's attention is the same sum in the same order however its prompt was
-chunked, batched or found in the prefix cache, and however long it is.
+Compiled kernels compute attention if they can (compiled_ops.py), else torch. With torch, prefill queries are cut into
+tiles aligned to the ABSOLUTE position, each attending to the keys up to the tile's end, even past the prompt's. So a
+token's attention is the same sum in the same order for any chunking, batch, prefix cache or prompt length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
-from trtllm_disagg.engines.embedded.model.rows import TILE, ForwardRow
-
-if TYPE_CHECKING:
-    from trtllm_disagg.engines.embedded.model.compiled_ops import DecodeRows, PrefillRows
-
+from trtllm_disagg.engines.embedded.model.layers import LayerAttention
+from trtllm_disagg.engines.embedded.model.rows import TILE, ForwardRow, ImageRows
 
 NAME = "trtllm_disagg_paged"
 
-#: What transformers passes along besides what we use; anything else might change the answer, so it raises.
+#: Unused options of transformers that are safe to ignore; any other may change the answer, so it raises.
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"}
-
-
-@dataclass(frozen=True, slots=True)
-class LayerAttention:
-    """Attention of one layer, whatever the tokens."""
-
-    layer: int
-    scale: float
-    #: Number of positions that a query attends to, its own included. None: all before it.
-    window: int | None = None
-    #: Scores are bounded by it. None: they are not.
-    softcap: float | None = None
-
-    def kernel(self) -> Callable[..., torch.Tensor]:
-        if self.softcap is None:
-            return partial(scaled_dot_product_attention, scale=self.scale)
-        return partial(capped_attention, self.softcap, scale=self.scale)
 
 
 @dataclass(slots=True)
@@ -57,33 +36,48 @@ class _Span:
 
     start: int
     num_queries: int
-    context: int  # keys that its last query sees
+    context: int  # number of keys that its last query sees
     blocks: torch.Tensor  # (blocks,) int64
     is_prefill: bool
     num_logits: int
 
     @property
     def last_tiles(self) -> _Span:
-        """Only its queries from the tile on that contains the first query with logits."""
+        """Its queries from the tile of the first query with logits on."""
         first = self.context - self.num_logits
         count = min(self.num_queries, self.context - first // TILE * TILE)
         return replace(self, start=self.start + self.num_queries - count, num_queries=count)
 
 
+class KernelRows(Protocol):
+    """Rows of a step that one kernel serves (compiled_ops.py)."""
+
+    count: int
+    #: (tokens,) int64: where each token stands in its sequence, and its place in the pool.
+    positions: np.ndarray
+    places: np.ndarray
+
+    def attend(
+        self, how: LayerAttention, query: torch.Tensor, out: torch.Tensor, *, last_only: bool = False
+    ) -> None:
+        """query and out (tokens, heads, dim). `last_only` computes only tokens with logits."""
+
+
 class StepLayout:
-    """Positions, places in the pool and key locations of one step's rows."""
+    """Positions, pool places and keys of one step's rows."""
 
     def __init__(
         self,
         rows: Seq[ForwardRow],
         pool: KvPool,
-        decode: DecodeRows | None = None,
-        prefill: PrefillRows | None = None,
+        decode: KernelRows | None = None,
+        prefill: KernelRows | None = None,
     ) -> None:
-        """`decode` are the leading rows and `prefill` the others, where one kernel serves them all."""
+        """`decode`: the leading rows, and `prefill`: the others, if one kernel serves each."""
         self.pool = pool
         self.decode = decode
         self._prefill = prefill
+        self._rows = rows
         start = 0 if decode is None else decode.count
         self.all_decode = start == len(rows)
         #: Rows that no kernel serves.
@@ -102,10 +96,20 @@ class StepLayout:
         wanted = np.array([row.num_logits for row in rows])
         begins = np.cumsum([row.num_tokens for row in rows]) - wanted
         last = np.repeat(begins - np.cumsum(wanted) + wanted, wanted) + np.arange(wanted.sum())
-        #: Packed index of each token of which logits are wanted.
+        #: Packed index of each token that needs logits.
         self.last = torch.from_numpy(last).to(pool.kv.device)
         self._longest = max((span.context for span in self._spans), default=0)
         self._masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    @cached_property
+    def images(self) -> list[ImageRows]:
+        """Vectors that replace embeddings, with their places in the packed batch."""
+        starts = accumulate((row.num_tokens for row in self._rows), initial=0)
+        return [
+            ImageRows(start + image.start, image.vectors)
+            for start, row in zip(starts, self._rows, strict=False)
+            for image in row.images
+        ]
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -133,9 +137,7 @@ class StepLayout:
     def attend_stored(
         self, how: LayerAttention, query: torch.Tensor, *, last_only: bool = False
     ) -> torch.Tensor:
-        """The same, when the tokens' K and V are in the pool already. With `last_only`, rows of tokens that are not in
-        `last` are undefined.
-        """
+        """`attend` for K and V already in the pool. With `last_only`, rows of tokens not in `last` are undefined."""
         if self._prefill is not None:
             query = query.contiguous()
         out = torch.empty_like(query)
@@ -154,7 +156,7 @@ class StepLayout:
     def _attend_decode(
         self, how: LayerAttention, span: _Span, query: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """One query: the heads of a KV group become the query length, so that K and V are not repeated."""
+        """One query: turns the heads of a KV group into query positions, to avoid repeating K and V."""
         begin = max(0, span.context - how.window) if how.window else 0
         k, v = (
             run[begin : span.context].to(query.dtype)
@@ -164,7 +166,7 @@ class StepLayout:
         kv_heads = k.shape[1]
         grouped = query[span.start].view(1, kv_heads, num_heads // kv_heads, dim)
         attended = how.kernel()(grouped, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
-        # Not `view`: a kernel on CUDA leaves the heads behind the queries in memory.
+        # Not `view`: a CUDA kernel returns another memory order.
         out[span.start] = attended.reshape(num_heads, dim)
 
     def _attend_prefill(
@@ -186,7 +188,7 @@ class StepLayout:
         for at in range(0, len(asked), TILE):
             tile_start = begin - before + at
             end = tile_start + TILE
-            # A windowed tile starts at an absolute multiple as well, for the same sums in the same order.
+            # A windowed tile also starts at an absolute multiple, for the same sums in the same order.
             first = max(0, tile_start - window + 1) // TILE * TILE if window else 0
             answers[:, :, at : at + TILE] = attention(
                 queries[:, :, at : at + TILE],
@@ -199,10 +201,8 @@ class StepLayout:
             out[rows] = attended[before : before + span.num_queries]
 
     def _mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
-        """(TILE, keys): what is added to the scores of a tile's queries and the keys up to the tile's end, 0 or minus
-        infinity. The same for every tile, of which earlier ones have fewer keys, and for every layer of the step.
-
-        Not of bools: torch would make this of them in each call, on one thread.
+        """(TILE, keys) of 0 or minus infinity, added to the scores of a tile's queries and the keys up to its end. All
+        layers and tiles share it; earlier tiles use fewer keys. Not of bools, which torch would convert in each call.
         """
         if (window, dtype) not in self._masks:
             queries = torch.arange(TILE)[:, None]
@@ -217,7 +217,7 @@ class StepLayout:
 
 
 def _span_of(row: ForwardRow, start: int, pool: KvPool) -> tuple[_Span, np.ndarray, np.ndarray]:
-    """The row, its tokens' positions and places in the pool. `start`: of its first token in the packed batch."""
+    """The row, its tokens' positions and pool places. `start`: index of its first token in the batch."""
     count, size = row.num_tokens, pool.tokens_per_block
     begin, end = row.num_computed, row.num_computed + count
     blocks = np.asarray(row.blocks[: -(-end // size)], np.int64)
@@ -228,21 +228,21 @@ def _span_of(row: ForwardRow, start: int, pool: KvPool) -> tuple[_Span, np.ndarr
 
 
 def _whole_tiles(run: torch.Tensor, before: int = 0) -> torch.Tensor:
-    """(tokens, heads, dim), with so many zeros before, and others up to a tile's end: matrix kernels depend on how many
-    queries and keys there are, and on which is where.
+    """Pads (tokens, heads, dim) with `before` zeros in front, and zeros up to a tile's end: the bits of matrix kernels
+    depend on the number and place of queries and keys.
     """
     after = -(before + len(run)) % TILE
     return pad(run, (0, 0, 0, 0, before, after)) if before or after else run
 
 
 def _to_tiles_end(run: torch.Tensor, context: int) -> torch.Tensor:
-    """The first `context` of these keys or values, a copy of whole blocks, with zeros up to a tile's end. Those are not
-    used, but what the pool has there may be another sequence's, or infinite.
+    """The first `context` keys or values, with zeros up to a tile's end: the pool may hold infinities there. Changes
+    `run`, a copy of whole blocks.
     """
     end = -(-context // TILE) * TILE
     if end > len(run):
         return _whole_tiles(run[:context])
-    run[context:end] = 0  # a sixth of a short tile's time less than to copy once more
+    run[context:end] = 0  # another copy would take a sixth of a short tile's time
     return run[:end]
 
 
@@ -280,29 +280,3 @@ def paged_attention(
         value[0].transpose(0, 1),
     )
     return out[None], None
-
-
-def capped_attention(
-    softcap: float,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    *,
-    scale: float,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """`scaled_dot_product_attention` with scores bounded by a soft-cap (Gemma 2): softcap * tanh(score / softcap).
-
-    query (1, heads, queries, dim), key and value (1, kv heads, keys, dim), attn_mask (queries, keys), 0 where a
-    query may look and else minus infinity -> (1, heads, queries, dim). Head h looks at KV head h // (heads / kv heads).
-    """
-    _, num_heads, num_queries, dim = query.shape
-    kv_heads, num_keys = key.shape[1], key.shape[2]
-    grouped = query.reshape(kv_heads, -1, dim)
-    scores = (grouped @ key[0].transpose(1, 2)).float() * (scale / softcap)
-    scores = scores.tanh_().mul_(softcap).view(num_heads, num_queries, num_keys)
-    if attn_mask is not None:
-        scores += attn_mask
-    weights = scores.softmax(-1).to(value.dtype).view(kv_heads, -1, num_keys)
-    return (weights @ value[0]).view(1, num_heads, num_queries, dim)

@@ -1,6 +1,5 @@
-"""`LayerOps` by compiled kernels (layer_kernels.py, and the two attentions), float32 or bfloat16: a step's rows as the
-attentions take them; and decode steps of a plain model in one compiled call (decode_step.py): its weights, its buffers
-and its threads.
+"""`LayerOps` by compiled kernels (layer_kernels.py, the two attentions), float32 or bfloat16; and decode steps of a
+plain model as one compiled call (decode_step.py), with its weights, buffers and threads.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
+from trtllm_disagg.common.reports import Reporter
 from trtllm_disagg.engines.embedded.cpu_kernels import (
     decode_attention,
     decode_step,
@@ -35,16 +35,15 @@ from trtllm_disagg.engines.embedded.cpu_kernels.gemm_small_m import PANEL
 from trtllm_disagg.engines.embedded.cpu_kernels.layer_kernels import as_array, parts_of
 from trtllm_disagg.engines.embedded.cpu_kernels.prefill_attention import QUERIES
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
-from trtllm_disagg.engines.embedded.model.attention import LayerAttention, StepLayout
+from trtllm_disagg.engines.embedded.model.attention import StepLayout
 from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps
-from trtllm_disagg.engines.embedded.model.linear import MOST_ROWS, PackedLinear, Panels
-from trtllm_disagg.engines.embedded.model.plain_model import PlainLayer, PlainModel
+from trtllm_disagg.engines.embedded.model.layers import LayerAttention, PlainLayer, PlainModel
+from trtllm_disagg.engines.embedded.model.linear import MAX_ROWS, PackedLinear, Panels
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
-from trtllm_disagg.processes.reports import Reporter
 
 
 class DecodeRows:
-    """The leading rows of a step that decode: where their blocks begin in the pool, and lengths, for every layer."""
+    """A step's leading rows, which decode: block offsets in the pool, and lengths, for every layer."""
 
     def __init__(self, rows: Seq[ForwardRow], pool: KvPool) -> None:
         self.count = len(rows)
@@ -53,7 +52,7 @@ class DecodeRows:
         self._contexts = np.array([row.num_computed + 1 for row in rows], np.int64)
         lengths = -(-self._contexts // size)
         self.tables = _tables(rows, lengths, pool)
-        #: (rows,) int64: where each row's token stands in its sequence, and its place in the pool.
+        #: (rows,) int64: each token's position in its sequence, and its place in the pool.
         self.positions = self._contexts - 1
         self.places = self.tables[np.arange(self.count), self.positions // size] + self.positions % size
         self._starts: dict[int, np.ndarray] = {}
@@ -62,12 +61,14 @@ class DecodeRows:
 
     @classmethod
     def of(cls, rows: Seq[ForwardRow], pool: KvPool) -> DecodeRows | None:
-        """None when no row decodes. The scheduler puts decode rows first."""
+        """None if no row decodes. The scheduler puts decode rows first."""
         decode = [row for row in rows if not row.in_prefill]
         return cls(decode, pool) if decode else None
 
-    def attend(self, how: LayerAttention, query: torch.Tensor, out: torch.Tensor) -> None:
-        """query and out (rows, heads, dim)."""
+    def attend(
+        self, how: LayerAttention, query: torch.Tensor, out: torch.Tensor, *, last_only: bool = False
+    ) -> None:
+        """query and out (rows, heads, dim). Every token has logits."""
         if self._scores.shape[0] < query.shape[1]:
             self._scores = np.empty((query.shape[1], self._longest), np.float32)
         decode_attention.attend_rows(
@@ -85,7 +86,7 @@ class DecodeRows:
         )
 
     def _starts_for(self, window: int) -> np.ndarray:
-        """The first position that each row sees."""
+        """The first position that each row attends to."""
         if window not in self._starts:
             seen = np.maximum(self._contexts - window, 0) if window else np.zeros_like(self._contexts)
             self._starts[window] = seen
@@ -93,17 +94,17 @@ class DecodeRows:
 
 
 class PrefillRows:
-    """The rows of a step in prefill: where their blocks begin in the pool, and the tiles of their queries."""
+    """A step's rows in prefill: block offsets in the pool, and tiles of queries."""
 
     def __init__(self, rows: Seq[ForwardRow], first: int, pool: KvPool) -> None:
-        """`first`: index of their first token in the step."""
+        """`first`: index of the first token in the step."""
         self.count = len(rows)
         self._rows = rows
         self._pool = pool
         size = pool.tokens_per_block
         ends = np.array([row.num_computed + row.num_tokens for row in rows], np.int64)
         self._tables = _tables(rows, -(-ends // size), pool)
-        #: (tokens,) int64: where each token stands in its sequence, and its place in the pool.
+        #: (tokens,) int64: each token's position in its sequence, and its place in the pool.
         self.positions = np.concatenate(
             [np.arange(row.num_computed, end) for row, end in zip(rows, ends, strict=True)]
         )
@@ -114,7 +115,7 @@ class PrefillRows:
 
     @classmethod
     def of(cls, rows: Seq[ForwardRow], pool: KvPool) -> PrefillRows | None:
-        """None when no row is in prefill, and for heads that the kernel does not take."""
+        """None if no row is in prefill, or the kernel does not support the heads."""
         prefill = [row for row in rows if row.in_prefill]
         if not prefill or not prefill_attention.takes(as_array(pool.rows)):
             return None
@@ -123,9 +124,7 @@ class PrefillRows:
     def attend(
         self, how: LayerAttention, query: torch.Tensor, out: torch.Tensor, *, last_only: bool = False
     ) -> None:
-        """query and out (tokens, heads, dim), those of all rows of the step. With `last_only`, only tokens with logits
-        are computed.
-        """
+        """query and out (tokens, heads, dim), of all the step's rows. `last_only` computes only tokens with logits."""
         pool = self._pool
         kv_heads = pool.kv.shape[-2]
         tiles = self._tiles_for(query.shape[1] // kv_heads, last_only)
@@ -144,8 +143,8 @@ class PrefillRows:
         )
 
     def _tiles_for(self, group: int, last_only: bool) -> np.ndarray:
-        """As `prefill_attention.attend_tile` has them; `group`: query heads of a KV head. The longest ones first, so
-        that no thread has one left when the others have ended.
+        """Tiles for `prefill_attention.attend_tile`, the longest first so that threads end together. `group`: query
+        heads per KV head.
         """
         if (group, last_only) not in self._tiles:
             tiles = []
@@ -161,7 +160,7 @@ class PrefillRows:
 
 
 def _tables(rows: Seq[ForwardRow], lengths: np.ndarray, pool: KvPool) -> np.ndarray:
-    """(rows, blocks) int64: where each row's blocks begin in the pool; `lengths` are the numbers of blocks."""
+    """(rows, blocks) int64: offsets of each row's blocks in the pool; `lengths`: numbers of blocks."""
     tables = np.zeros((len(rows), int(lengths.max())), np.int64)
     for table, row, length in zip(tables, rows, lengths, strict=True):
         table[:length] = row.blocks[:length]
@@ -173,9 +172,9 @@ log = logging.getLogger(__name__)
 
 
 class FusedDecode:
-    """One step at a time, called by one thread. `close` ends the other threads."""
+    """Runs one step at a time, for one caller thread. `close` ends the helper threads."""
 
-    max_rows = MOST_ROWS
+    max_rows = MAX_ROWS
 
     def __init__(
         self,
@@ -185,7 +184,7 @@ class FusedDecode:
         dtype: torch.dtype,
         num_threads: int,
     ) -> None:
-        self._model = model  # owns the memory that the weights' addresses point to
+        self._model = model  # owns the weights' memory
         self._tokens_per_block = pool.tokens_per_block
         self._num_threads = num_threads
         self._weights = _weights(model, products)
@@ -204,8 +203,8 @@ class FusedDecode:
     def create(
         cls, model: PlainModel, pool: KvPool, dtype: torch.dtype, num_threads: int
     ) -> FusedDecode | None:
-        """Computes in `dtype`. None unless the kernels know every weight and fill whole panels. Not with several ranks,
-        either: then products have gathers between them.
+        """Computes in `dtype`. None unless the kernels know every weight and fill whole panels, or with several ranks,
+        which gather between products.
         """
         products = [
             [layer.qkv, layer.output, layer.gate_up, layer.down, model.head] for layer in model.layers
@@ -214,7 +213,7 @@ class FusedDecode:
         if any(len(row) < len(products[0]) for row in packed):
             return None
         if unfit := [linear for row in packed for linear in row if linear.panels is None]:
-            _log_unfused(unfit[0], "oneDNN has packed it in a way that the kernels do not know")
+            _log_unfused(unfit[0], "the kernels do not know oneDNN's packing of it")
             return None
         odd = [linear for row in packed for linear in row[:HEAD] if linear.out_features % PANEL]
         if odd := odd or [row[DOWN] for row in packed if row[DOWN].in_features % PANEL]:
@@ -223,12 +222,12 @@ class FusedDecode:
         return cls(model, packed, pool, dtype, num_threads)
 
     def __call__(self, tokens: Seq[int], layout: StepLayout) -> torch.Tensor:
-        """Logits (sampling rows, vocabulary) float32, valid until the next step. Every row decodes, MOST_ROWS at most.
+        """Logits (sampling rows, vocabulary) float32, valid until the next step, for at most MAX_ROWS decode rows.
 
-        A request that goes on after a pause has rows that do not sample: its own tokens once more.
+        A request resumed after a pause also has rows that do not sample.
         """
         buffers, rows = self._buffers, len(tokens)
-        assert layout.decode is not None
+        assert isinstance(layout.decode, DecodeRows)
         tables = layout.decode.tables
         buffers.tokens[:rows] = tokens
         buffers.positions[:rows] = layout.position_array
@@ -261,7 +260,7 @@ class FusedDecode:
 
 def _log_unfused(linear: PackedLinear, why: str) -> None:
     log.info(
-        "decode steps take many calls instead of one, and longer: a weight of %d outputs from %d inputs: %s",
+        "decode steps are slower, with many calls instead of one: weight with %d outputs and %d inputs: %s",
         linear.out_features,
         linear.in_features,
         why,
@@ -310,23 +309,23 @@ def _buffers(
     def numbers(*shape: int) -> np.ndarray:
         return np.zeros(shape, np.int64)
 
-    attended = stored(MOST_ROWS, model.num_heads, dim)
+    attended = stored(MAX_ROWS, model.num_heads, dim)
     return Buffers(
         control=numbers(8),
-        tokens=numbers(MOST_ROWS),
-        positions=numbers(MOST_ROWS),
-        places=numbers(MOST_ROWS),
-        tables=numbers(MOST_ROWS, -(-longest // size)),
-        residual=floats(MOST_ROWS, hidden),
-        hidden=stored(MOST_ROWS, hidden),
-        qkv=floats(MOST_ROWS, products[QKV].out_features),
-        query=stored(MOST_ROWS, model.num_heads, dim),
+        tokens=numbers(MAX_ROWS),
+        positions=numbers(MAX_ROWS),
+        places=numbers(MAX_ROWS),
+        tables=numbers(MAX_ROWS, -(-longest // size)),
+        residual=floats(MAX_ROWS, hidden),
+        hidden=stored(MAX_ROWS, hidden),
+        qkv=floats(MAX_ROWS, products[QKV].out_features),
+        query=stored(MAX_ROWS, model.num_heads, dim),
         attended=attended,
-        attended_flat=attended.reshape(MOST_ROWS, -1),
-        delta=floats(MOST_ROWS, hidden),
-        gate_up=floats(MOST_ROWS, 2 * inner),
-        activated=stored(MOST_ROWS, inner),
-        logits=floats(MOST_ROWS, -(-products[HEAD].out_features // PANEL) * PANEL),
+        attended_flat=attended.reshape(MAX_ROWS, -1),
+        delta=floats(MAX_ROWS, hidden),
+        gate_up=floats(MAX_ROWS, 2 * inner),
+        activated=stored(MAX_ROWS, inner),
+        logits=floats(MAX_ROWS, -(-products[HEAD].out_features // PANEL) * PANEL),
         scores=floats(num_threads, model.num_heads, longest),
         pool=as_array(pool.rows),
         like=stored(1),

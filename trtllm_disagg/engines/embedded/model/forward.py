@@ -1,5 +1,5 @@
-"""Runs the rows of a step through the model: one fused forward for decode rows and prefill chunks alike. In which
-dtype, by which products and kernels is decided once, before the model is loaded (`choose_forward`, `load_model`).
+"""Runs a step's rows through the model, decode rows and prefill chunks in one forward. `choose_forward` decides on
+dtype, products and kernels before `load_model`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 import torch
 from torch import nn
 
+from trtllm_disagg.common.reports import Reporter
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import SETTING, CpuFeatures
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
 from trtllm_disagg.engines.embedded.model import attention
 from trtllm_disagg.engines.embedded.model.attention import StepLayout
 from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps, replace_activations
+from trtllm_disagg.engines.embedded.model.layers import PlainLayer, PlainModel
 from trtllm_disagg.engines.embedded.model.pack import (
     Pack,
     TiledLinear,
-    convert_rest,
+    convert_others,
     pack_experts,
     pack_linears,
 )
 from trtllm_disagg.engines.embedded.model.plain_model import (
-    PlainLayer,
-    PlainModel,
     read_plain,
     supports,
     take_apart,
@@ -40,10 +40,9 @@ from trtllm_disagg.engines.embedded.params.llm_args import EmbeddedConfig, LlmAr
 from trtllm_disagg.engines.embedded.params.model_config import ModelConfig, count_weights, require_all, shown
 from trtllm_disagg.engines.embedded.params.model_shape import ModelShape, available_bytes
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.processes.reports import Reporter
 
-#: Largest share of the available memory for float32 copies of bfloat16 weights.
-_MOST_OF_MEMORY = 0.8
+#: Maximum share of free memory for float32 copies of bfloat16 weights.
+_MAX_MEMORY_SHARE = 0.8
 _KEY = "embedded.weights"
 #: The plain forward, or transformers' modules.
 ForwardKind = Literal["plain", "modules"]
@@ -53,31 +52,31 @@ ForwardKind = Literal["plain", "modules"]
 class ForwardPlan:
     config: ModelConfig
     kind: ForwardKind
-    #: dtype of all numbers between the weights, the KV pool and the logits.
+    #: dtype of all numbers from the weights to the KV pool and the logits.
     dtype: torch.dtype
-    #: How products are computed; None: as transformers does.
+    #: Computes products; None: transformers does.
     pack: Pack | None = None
-    #: What lies between them.
+    #: Computes what lies between products.
     ops: LayerOps = field(default_factory=LayerOps)
-    #: How they are held, on every rank.
+    #: dtype that holds the weights, on every rank.
     weights: Literal["auto", "float32", "bfloat16"] = "auto"
     #: For the log.
     remarks: tuple[str, ...] = ()
 
     @property
     def is_exact(self) -> bool:
-        """A token's bits depend on its request only, not on what else runs (test_exactness.py)."""
+        """True if a token's bits depend only on its request (test_exactness.py)."""
         return self.pack is not None and self.dtype == torch.float32
 
-    def told_to_all(self, args: LlmArgs) -> LlmArgs:
-        """`args` with the decision that followed from the memory that is free now: every rank must have the same."""
+    def for_all_ranks(self, args: LlmArgs) -> LlmArgs:
+        """`args` with the choice that depended on free memory: every rank must make the same one."""
         embedded = args.embedded.model_copy(update={"weights": self.weights})
         return args.model_copy(update={"embedded": embedded})
 
     def make_forward(
         self, model: Any, pool: KvPool, max_positions: int, reporter: Reporter | None = None
     ) -> Forward:
-        """The model as a step calls it. `model` is load_model's, and cannot be used afterwards."""
+        """The model as a step calls it. Consumes `model`, which `load_model` made."""
         if self.pack is None:
             return HfForward(model.to(pool.kv.device), pool)
         if self.kind == "plain":
@@ -89,16 +88,14 @@ class ForwardPlan:
         pack_linears(model, self.pack)
         if self.dtype == torch.float32:
             replace_activations(model)
-        convert_rest(model, self.dtype)
+        convert_others(model, self.dtype)
         return HfForward(model, pool)
 
 
 def choose_forward(
     directory: Path, config: EmbeddedConfig, shape: ModelShape, device: torch.device, cpu: CpuFeatures
 ) -> ForwardPlan:
-    """With embedded.forward `transformers` its own modules run even where the plain forward could. Raises
-    ConfigError for embedded.weights that the model does not have.
-    """
+    """Raises ConfigError for embedded.weights that the model does not have."""
     if device.type == "cuda":
         return ForwardPlan(shape.config, "modules", shape.torch_dtype)
     if config.weights == "bfloat16" and shape.dtype != "bfloat16":
@@ -116,7 +113,7 @@ def choose_forward(
 
 
 def _compiled_ops() -> LayerOps:
-    """Imports numba, which need not be there otherwise."""
+    """Imports numba only if it is needed."""
     from trtllm_disagg.engines.embedded.model.compiled_ops import CompiledOps
 
     return CompiledOps()
@@ -129,12 +126,12 @@ def _with_products(
     if shape.dtype == "bfloat16":
         if library is not None and cpu.has_bfloat16 and config.weights != "float32":
             return replace(plan, dtype=torch.bfloat16, pack=library, weights="bfloat16")
-        said = "a bfloat16 model, computed in float32"
+        said = "bfloat16 model, computed in float32"
         if config.weights == "bfloat16" or (config.weights == "auto" and not _has_room(directory)):
             remark = f"{said}; its weights stay bfloat16, which makes every step slower ({_KEY})"
             kept = partial(TiledLinear, kept=torch.bfloat16)
             return replace(plan, pack=kept, weights="bfloat16", remarks=(*plan.remarks, remark))
-        plan = replace(plan, remarks=(*plan.remarks, f"{said}, its weights take twice their size"))
+        plan = replace(plan, remarks=(*plan.remarks, f"{said}; its weights take twice the memory"))
     if library is not None:
         return replace(plan, pack=partial(library, dtype=torch.float32))
     is_slow = ("torch's own products, which are slower",) if cpu.compiles else ()
@@ -142,12 +139,12 @@ def _with_products(
 
 
 def _has_room(directory: Path) -> bool:
-    """Whether the memory has room for all weights as float32, and for a step."""
-    return 4 * count_weights(directory) < _MOST_OF_MEMORY * available_bytes()
+    """True if memory has room for all weights as float32 and for a step."""
+    return 4 * count_weights(directory) < _MAX_MEMORY_SHARE * available_bytes()
 
 
 def _packed_linear() -> Callable[..., nn.Module] | None:
-    """None where torch's private operators are others than expected."""
+    """None if torch's private operators have changed."""
     from trtllm_disagg.engines.embedded.model.linear import PackedLinear, packing_works
 
     return PackedLinear if packing_works() else None
@@ -157,7 +154,7 @@ class Forward(Protocol):
     """A model. It knows nothing of requests, phases or disaggregation."""
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
-        """Logits of the tokens in `layout.last`: (so many, vocabulary). Valid until the next call."""
+        """Logits (tokens, vocabulary) of the tokens in `layout.last`. Valid until the next call."""
 
     def close(self) -> None: ...
 
@@ -170,7 +167,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
-        """Logits (all `num_logits`, vocabulary), in the order of `rows`."""
+        """Logits (sum of `num_logits`, vocabulary), in the order of `rows`."""
         tokens = [token for row in rows for token in row.tokens]
         ops, pool = self._ops, self.pool
         layout = StepLayout(rows, pool, ops.decode_rows(rows, pool), ops.prefill_rows(rows, pool))
@@ -181,19 +178,19 @@ class ModelRunner:
 
 
 class HfForward:
-    """Any decoder of transformers, its modules unmodified, over our attention."""
+    """Any unmodified decoder of transformers over our attention."""
 
     def __init__(self, model: Any, pool: KvPool) -> None:
         self._model = model
         self._device = pool.kv.device
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
-        """Logits of the tokens in `layout.last`: (so many, vocabulary)."""
+        """Logits (tokens, vocabulary) of the tokens in `layout.last`."""
         output = self._model(
             input_ids=torch.tensor([tokens], device=self._device),
             position_ids=layout.positions,
             use_cache=False,
-            # transformers keeps just these positions for the head; softcaps and the like stay theirs.
+            # transformers applies the head, with any softcap, to these positions only.
             logits_to_keep=layout.last,
             paged=layout,
         )
@@ -201,14 +198,14 @@ class HfForward:
         return logits
 
     def close(self) -> None:
-        """Nothing runs beside it."""
+        """Does nothing: there are no threads."""
 
 
 class PlainForward:
-    """The forward of a plain decoder family on the CPU: four matrix products a layer, one operation between each.
+    """A plain decoder on the CPU: four matrix products per layer, one operation between each.
 
-    Same numbers as transformers' own modules (test_families.py), at a fraction of their operations. Where `LayerOps`
-    has one, a step in which every row decodes is one compiled call (compiled_ops.py).
+    Equals transformers' modules (test_families.py) with a fraction of their operations. If `LayerOps` has one, a step
+    of decode rows only is one compiled call (compiled_ops.py).
     """
 
     def __init__(self, model: PlainModel, pool: KvPool, dtype: torch.dtype, ops: LayerOps) -> None:
@@ -219,11 +216,13 @@ class PlainForward:
         self.fused = ops.fused_decode(model, pool, dtype)
 
     def __call__(self, tokens: list[int], layout: StepLayout) -> torch.Tensor:
-        """Logits of the tokens in `layout.last`: (so many, vocabulary). Valid until the next step."""
+        """Logits (tokens, vocabulary) of the tokens in `layout.last`. Valid until the next step."""
         if self.fused is not None and layout.all_decode and len(tokens) <= self.fused.max_rows:
             return self.fused(tokens, layout)
         model, layers = self._model, self._model.layers
         x = model.embedding[torch.tensor(tokens)].float()
+        for start, vectors in layout.images:
+            x[start : start + len(vectors)] = vectors
         hidden = torch.empty(x.shape, dtype=self._dtype)
         self._ops.add_rms_norm(x, None, layers[0].input_norm, model.eps, hidden)
         for i, layer in enumerate(layers):
@@ -233,7 +232,7 @@ class PlainForward:
             attended = layout.attend_stored(layer.attention, query, last_only=is_last)
             attended = attended.view(len(tokens), -1)
             if is_last:
-                # Only of these are logits wanted.
+                # Only these need logits.
                 attended, x = attended[layout.last], x[layout.last]
                 hidden = torch.empty(x.shape, dtype=self._dtype)
             norm = model.final_norm if is_last else layers[i + 1].input_norm
@@ -253,7 +252,7 @@ class PlainForward:
         hidden: torch.Tensor,
         next_norm: np.ndarray,
     ) -> None:
-        """Adds attention and feed-forward to the residual; `hidden` becomes the next layer's normalised input."""
+        """Add attention and feed-forward to the residual; `hidden` becomes the next layer's normalised input."""
         ops, eps = self._ops, self._model.eps
         ops.add_rms_norm(residual, layer.output(attended), layer.post_norm, eps, hidden)
         activated = ops.silu_mul(layer.gate_up(hidden))
@@ -261,26 +260,27 @@ class PlainForward:
 
 
 def load_model(directory: Path, shape: ModelShape, kind: ForwardKind) -> Any:
-    """A tree of modules: transformers' model, or for `plain` its weights alone. Raises ConfigError for a broken
-    checkpoint.
-    """
+    """transformers' model, or for `plain` a tree with its weights. Raises ConfigError for a broken checkpoint."""
     try:
         if kind == "plain" and (plain := read_plain(directory, shape.config, shape.torch_dtype)):
             return plain
+        if shape.image_tokens is not None:
+            allowed = "auto, on the CPU, for a model that takes images: a plain decoder in float32, bfloat16 or float16"
+            raise ConfigError.bad_value("embedded.forward", kind, allowed)
         return _load_with_transformers(directory, shape)
     except ConfigError:
         raise
-    except Exception as error:  # a wrong setting may surface as any kind
+    except Exception as error:  # a wrong setting may raise anything
         raise ConfigError(f"model: cannot load {directory}: {type(error).__name__}: {error}") from error
 
 
 def _load_with_transformers(directory: Path, shape: ModelShape) -> Any:
-    """transformers' model, in eval mode and with our attention."""
+    """transformers' model in eval mode with our attention."""
     from transformers import AttentionInterface, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    # What it finds goes into one error of ours.
+    # Our error below reports all its findings.
     transformers_logging.set_verbosity_error()
     AttentionInterface.register(attention.NAME, attention.paged_attention)
     with warnings.catch_warnings():
@@ -293,13 +293,13 @@ def _load_with_transformers(directory: Path, shape: ModelShape) -> Any:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    # transformers goes on with random ones, or without.
+    # transformers would continue with random weights, or without.
     if wrong := sorted(name for name, *_ in report["mismatched_keys"]):
-        raise ConfigError(f"model: {directory}: {shown(wrong)} has another shape than config.json asks for")
+        raise ConfigError(f"model: {directory}: the shape of {shown(wrong)} does not match config.json")
     require_all(directory, sorted(report["missing_keys"]), report["unexpected_keys"], shape.config)
-    # A name without a mask function: transformers then builds no mask at all, which is what we want.
+    # Registered without a mask function, so that transformers builds no mask.
     model.config._attn_implementation = attention.NAME
-    # What training left in config.json: a router that is packed (pack.py) has no logits to give.
+    # A training option that config.json may still have; a packed router (pack.py) returns no logits.
     model.config.output_router_logits = False
     model.config.return_dict = True
     return model.eval().requires_grad_(False)

@@ -1,5 +1,5 @@
-"""Guided decoding by llguidance. The worker makes a grammar of GuidedDecodingParams; the engine core compiles it for
-one model's tokens, and a grammar beside a sequence says what may come next.
+"""Guided decoding by llguidance. The worker turns GuidedDecodingParams into a grammar; the engine core compiles it for
+the model's tokens, and restricts each sequence's next token by it.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from trtllm_disagg.engines.embedded.params.request_params import GuidedDecodingP
 from trtllm_disagg.errors import ConfigError, InvalidRequestError
 
 _CACHED_CHECKS = 256
-#: llguidance looks ahead for text that nothing else can replace, which has no end where a rule has none: `/a+/ start`.
-#: One grammar that says so is enough for all that it refers to, and the last word counts.
+#: llguidance looks ahead for forced text, endlessly if a rule is endless: `/a+/ start`. Set in one grammar, this covers
+#: all that it refers to; the last setting counts.
 _NO_LOOKING_AHEAD = '\n%llguidance {"no_forcing": true}\n'
-#: Wherever a schema stands: alone, in Lark, or quoted in a list of grammars.
+#: json.dumps' layout: with free white space, a small model could write it without end.
+_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+#: Also in a schema inside Lark, or quoted in a list of grammars.
 _MULTIPLE_OF = re.compile(r"multipleOf[\\\"\s]*:(?:\s|\\+[nrt])*-?([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)")
 _ESCAPED = re.compile(r"\\+u00([2-7][0-9a-fA-F])")
-#: llguidance makes a state of each remainder and none of its limits ends that: 0.4 s and 40 MB for as many.
-_MOST_REMAINDERS = 100_000
-#: Compiled and kept for the next request with the same grammar.
+#: llguidance makes a state of each remainder, without a limit: 0.4 s and 40 MB for this number.
+_MAX_REMAINDERS = 100_000
+#: Number of compiled grammars kept for later requests.
 _KEPT_GRAMMARS = 16
 _SILENT = 0
-#: Else an error carries the parser's state.
+#: Verbose errors carry the parser's state.
 _LIMITS = LLParserLimits(verbose_errors=False)
-#: For errors of llguidance that a caller cannot understand.
-_EXPLANATIONS = {
-    "NoExtensionBias": "no token can begin an answer; is a rule of the grammar defined by itself alone?"
-}
+#: For cryptic errors of llguidance.
+_EXPLANATIONS = {"NoExtensionBias": "no token can begin an answer; is a rule defined by itself alone?"}
 
 
 def grammar_of(params: GuidedDecodingParams) -> str | None:
-    """None when no option is set. Raises ValueError naming the option and what is wrong with it."""
+    """None if no option is set. Raises ValueError naming the option and its fault."""
     for option, make in _MAKERS.items():
         given = getattr(params, option)
         if given is None or given is False:
@@ -62,34 +62,34 @@ def grammar_of(params: GuidedDecodingParams) -> str | None:
 
 @functools.lru_cache(maxsize=_CACHED_CHECKS)
 def _check(grammar: str) -> None:
-    if _remainders(grammar) > _MOST_REMAINDERS:
-        raise ValueError(f"the least common multiple of all multipleOf is above {_MOST_REMAINDERS} steps")
+    if _remainders(grammar) > _MAX_REMAINDERS:
+        raise ValueError(f"the least common multiple of all multipleOf is above {_MAX_REMAINDERS} steps")
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
         raise ValueError(messages[0].strip())
 
 
 def _remainders(grammar: str) -> int:
-    """States of a number that is a multiple of all at once, which `allOf` or a reference may ask for."""
+    """States of a number that is a multiple of all, as `allOf` or a reference may require."""
     plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), grammar)
     divisors = [Decimal(repr(float(found))).normalize() for found in _MULTIPLE_OF.findall(plain)]
     if not all(divisor.is_finite() for divisor in divisors):
-        return _MOST_REMAINDERS + 1
+        return _MAX_REMAINDERS + 1
     digits = max((-int(divisor.as_tuple().exponent) for divisor in divisors), default=0)
     return math.lcm(*(int(Fraction(divisor) * 10 ** max(0, digits)) for divisor in divisors))
 
 
 def _from_json(schema: Any) -> str:
-    """A schema as text, as a dict, or as a pydantic model."""
+    """`schema`: text, a dict, or a pydantic model."""
     if hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
     if isinstance(schema, str):
         schema = json.loads(schema)
-    return llguidance.grammar_from("json_schema", json.dumps(schema))
+    return LLMatcher.grammar_from_json_schema({} if schema is True else schema, defaults=_LAYOUT)
 
 
 def _from_grammar(text: str) -> str:
-    """Lark, as llguidance has it, or GBNF."""
+    """`text`: llguidance's Lark, or GBNF."""
     return llguidance.grammar_from("grammar", text) + _NO_LOOKING_AHEAD
 
 
@@ -101,7 +101,7 @@ def _from_structural_tag(text: str) -> str:
     grammar = StructTag.to_grammar([_structure(item, tag["triggers"]) for item in tag["structures"]])
     if not grammar.startswith("{"):
         return grammar + _NO_LOOKING_AHEAD
-    # Some schemas are Lark: a list of grammars, which begins with the one of the tags.
+    # A schema may be Lark: then a list of grammars, the tags' first.
     several = json.loads(grammar)
     several["grammars"][0]["lark_grammar"] += _NO_LOOKING_AHEAD
     return json.dumps(several)
@@ -131,11 +131,11 @@ _MAKERS: dict[str, Callable[[Any], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class GuideTokenizer:
-    """What guided decoding needs to know of a model's tokenizer."""
+    """A model's tokenizer, as guided decoding needs it."""
 
     #: As in a tokenizer.json.
     text: str
-    #: How many tokens it knows, added ones too.
+    #: Number of tokens, added ones included.
     size: int
     eos_token_id: int | None
 
@@ -155,14 +155,14 @@ def read_guide_tokenizer(directory: Path) -> GuideTokenizer:
             f"guided_decoding_backend: {directory} has a slow tokenizer; a tokenizer.json is needed"
         )
     pieces = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    # llguidance tokenizes single pieces of text.
+    # llguidance tokenizes pieces of text.
     pieces.no_padding()
     pieces.no_truncation()
     return GuideTokenizer(pieces.to_str(), len(tokenizer), tokenizer.eos_token_id)
 
 
 class Guides:
-    """Grammars, compiled once for one model's tokens, and what they bar in a row of its logits."""
+    """Grammars compiled for one model's tokens, and the tokens that they bar."""
 
     def __init__(self, tokenizer: GuideTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         """Raises ConfigError for a tokenizer that cannot guide."""
@@ -193,14 +193,14 @@ class Guides:
     def _compile(self, grammar: str) -> LLMatcher:
         """Raises InvalidRequestError for a grammar that does not fit this tokenizer, or is too big."""
         matcher = LLMatcher(self._tokens, grammar, log_level=_SILENT, limits=_LIMITS)
-        # Its copies know what it knows by now: the first mask takes longest.
+        # Copies share this mask: the first one takes longest.
         matcher.compute_bitmask()
         if matcher.is_error():
             raise InvalidRequestError(f"guided decoding: {sentence(matcher.get_error())}")
         return matcher
 
     def forbidden_tokens(self, matcher: LLMatcher) -> np.ndarray:
-        """(vocabulary) bool: True for what its grammar does not let come next."""
+        """(vocabulary) bool: True for each token that must not come next."""
         matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         allowed = self._words.view(np.uint8)
         barred = np.unpackbits(~allowed, count=self._size, bitorder="little")
@@ -208,7 +208,7 @@ class Guides:
 
 
 def sentence(error: str) -> str:
-    """What llguidance says, for a caller."""
+    """llguidance's error as a sentence for the client."""
     first = error.strip().partition("\n")[0]
     return _EXPLANATIONS.get(first, first)
 
@@ -217,7 +217,7 @@ class Guide:
     """`barred` (vocabulary) is True for each token that must not come next."""
 
     def __init__(self, matcher: LLMatcher, guides: Guides, allowed_ends: Seq[int]) -> None:
-        """`allowed_ends` end the answer, and so are allowed exactly when the grammar is complete."""
+        """`allowed_ends` end the answer; they are allowed exactly when the grammar is complete."""
         self.matcher = matcher
         self._guides = guides
         self.allowed_ends = tuple(allowed_ends) or guides.end_ids
@@ -225,11 +225,11 @@ class Guide:
 
     @property
     def model_ends(self) -> tuple[int, ...]:
-        """The model's own: nothing can follow one of these, even when the request wants to see them."""
+        """The model's end tokens: nothing can follow them, even if the request wants to see them."""
         return self._guides.end_ids
 
     def advance(self, token: int) -> None:
-        """Raises InvalidRequestError for a token that was barred, and when the grammar gets out of hand."""
+        """Raises InvalidRequestError for a barred token, or a grammar that exceeds its limits."""
         if not self.matcher.consume_token(token):
             raise InvalidRequestError(f"guided decoding: token {token} does not fit: {self._reason()}")
         self._refresh()
@@ -239,12 +239,12 @@ class Guide:
         if self.matcher.is_error():
             raise InvalidRequestError(f"guided decoding: {self._reason()}")
         barred[list(self._guides.end_ids)] = True
-        #: Nothing but an end can follow.
+        #: Only an end can follow.
         self.exhausted = bool(barred.all())
         if self.matcher.is_accepting():
             barred[list(self.allowed_ends)] = False
         elif self.exhausted:
-            raise InvalidRequestError("guided decoding: no token of this model can go on in the grammar")
+            raise InvalidRequestError("guided decoding: no token of this model can continue the grammar")
         self.barred = barred
 
     def _reason(self) -> str:

@@ -1,7 +1,7 @@
-"""What lies between the products of a layer, by torch alone; compiled_ops.py has it as compiled kernels.
+"""The operations between a layer's products, in torch; compiled_ops.py has them as compiled kernels.
 
-A forward (forward.py) and a mixture of experts (pack.py) call it by one interface. Each row's numbers depend
-on that row only. Shapes: R rows, n hidden, D of a head, Hq query and H KV heads; norms' weights are float32 arrays.
+forward.py and the experts of pack.py share this interface. Each row's numbers depend on that row only. Shapes: R rows,
+n hidden, D of a head, Hq query and H KV heads; norms' weights are float32 arrays.
 """
 
 from __future__ import annotations
@@ -10,43 +10,51 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
+from trtllm_disagg.common.reports import Reporter
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
-from trtllm_disagg.engines.embedded.model.attention import StepLayout
+from trtllm_disagg.engines.embedded.model.attention import KernelRows, StepLayout
+from trtllm_disagg.engines.embedded.model.layers import PlainLayer, PlainModel
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
-from trtllm_disagg.processes.reports import Reporter
 
-if TYPE_CHECKING:
-    from trtllm_disagg.engines.embedded.model.compiled_ops import DecodeRows, FusedDecode, PrefillRows
-    from trtllm_disagg.engines.embedded.model.plain_model import PlainLayer, PlainModel
+
+class DecodeStep(Protocol):
+    """A step of decode rows only, as one call, by one thread."""
+
+    max_rows: int
+
+    def __call__(self, tokens: Seq[int], layout: StepLayout) -> torch.Tensor:
+        """Logits (sampling rows, vocabulary) float32, valid until the next step."""
+
+    def close(self) -> None: ...
 
 
 class LayerOps:
-    """From and to float32."""
+    """Operations from and to float32."""
 
     def reporting_compilation(self, reporter: Reporter) -> AbstractContextManager[None]:
-        """Inside it the reporter tells of kernels that are compiled."""
+        """A context that reports the kernels it compiles."""
         return nullcontext()
 
     def prepare(self, pool: KvPool, dtype: torch.dtype) -> None:
         """Called before the weights are read."""
 
-    def decode_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> DecodeRows | None:
-        """A step's leading rows that one kernel serves; None where there are none, or no kernel."""
+    def decode_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> KernelRows | None:
+        """A step's leading rows that one kernel serves; None without such rows or a kernel."""
         return None
 
-    def prefill_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> PrefillRows | None:
-        """A step's rows in prefill, if one kernel serves them; None where there are none, or no kernel."""
+    def prefill_rows(self, rows: Seq[ForwardRow], pool: KvPool) -> KernelRows | None:
+        """A step's rows in prefill that one kernel serves; None without such rows or a kernel."""
         return None
 
-    def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> FusedDecode | None:
-        """A step in which every row decodes, as one call; None where a step is many calls."""
+    def fused_decode(self, model: PlainModel, pool: KvPool, dtype: torch.dtype) -> DecodeStep | None:
+        """A step of decode rows only as one call; None if it takes many."""
         return None
 
     def add_rms_norm(
@@ -70,8 +78,8 @@ class LayerOps:
     def rotate_and_store(
         self, qkv: torch.Tensor, layout: StepLayout, index: int, layer: PlainLayer, model: PlainModel
     ) -> torch.Tensor:
-        """(R, (Hq + 2 H) * D) -> queries (R, Hq, D), normalised where the layer does so, and rotated; K, likewise, and
-        V go into the layout's pool, for layer `index`.
+        """(R, (Hq + 2 H) * D) -> queries (R, Hq, D), rotated, and normalised if the layer does so. Stores K (likewise)
+        and V in the layout's pool, for layer `index`.
         """
         pool = layout.pool
         kv_heads, dim = pool.kv.shape[-2:]
@@ -86,7 +94,7 @@ class LayerOps:
         return _rotated(query, cos, sin)
 
     def weighted_sum(self, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """rows (m, n), places (R, k) among them, weights (R, k) float32 -> (R, n), summed in the order of k."""
+        """rows (m, n), their indices places (R, k), weights (R, k) float32 -> (R, n), summed in the order of k."""
         total = torch.zeros((len(places), rows.shape[1]))
         for place, weight in zip(places.unbind(1), weights.unbind(1), strict=True):
             total += rows[place] * weight[:, None]
@@ -98,14 +106,14 @@ def _normalised(x: torch.Tensor, weight: np.ndarray, eps: np.float32) -> torch.T
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The two halves of D are each other's partners; cos and sin (R, 1, D / 2)."""
+    """Rotates pairs of the two halves of D; cos and sin (R, 1, D / 2)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-# Activations in float32 with bits that depend on the number alone, and not on its place in a tensor. torch's own silu
-# and gelu compute the end of each thread's part, where it is no whole vector, with other last bits. With a number of
-# threads that is no power of two such an end is in the middle of a row. exp and tanh have the same bits everywhere.
+# float32 activations with bits that depend only on the number. torch's silu and gelu differ in the last bits at the end
+# of a thread's part that is no whole vector; unless the number of threads is a power of two, that end is within a row.
+# exp and tanh have the same bits everywhere.
 
 _GELU_SCALE = math.sqrt(2 / math.pi)
 _GELU_CUBE = 0.044715
@@ -126,7 +134,7 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _depends_on_place(x: torch.Tensor) -> bool:
-    """Whether torch's own, which are faster, would give other bits."""
+    """True if torch's faster activations would give other bits."""
     threads = torch.get_num_threads()
     return threads & (threads - 1) != 0 and x.dtype is torch.float32 and x.device.type == "cpu"
 
@@ -141,7 +149,7 @@ class _Activation(nn.Module):
 
 
 def replace_activations(module: nn.Module) -> None:
-    """In place of transformers' SiLU and GELU below `module`."""
+    """Replace transformers' SiLU and GELU below `module`."""
     from transformers.activations import GELUTanh, SiLUActivation
 
     for parent in list(module.modules()):

@@ -1,8 +1,8 @@
 """nn.Linear with a oneDNN-prepacked weight: faster on the CPU, and in float32 independent of the batch.
 
-torch's own float32 linear gives a row other bits when other rows join it; the prepacked one does not, for any
-number of rows from two on. A few rows go through gemm_small_m.py, which reads the same packed weight and gives the same
-bits at up to twice the speed; where it does not, one row is computed as two.
+torch's float32 linear gives a row other bits when other rows join it; the prepacked one does not, from two rows on.
+gemm_small_m.py computes few rows from the same packed weight, with the same bits at up to twice the speed; where it
+cannot, one row is computed as two.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from trtllm_disagg.engines.embedded.cpu_kernels.gemm_small_m import (
 from trtllm_disagg.engines.embedded.cpu_kernels.layer_kernels import as_array
 from trtllm_disagg.engines.embedded.cpu_kernels.parallel import num_threads
 
-#: oneDNN has been seen to sum over all inputs at once, or over these many at a time.
+#: oneDNN sums over all inputs at once, or over this many at a time.
 _BLOCKS = (512, 1024)
-#: From here on oneDNN is as fast, with vectors of AVX-512.
-MOST_ROWS = 48
-#: oneDNN is asked for a large product: with several threads it may cut the sums of a small one differently.
+#: With AVX-512, oneDNN is as fast from here on.
+MAX_ROWS = 48
+#: A large product: with several threads oneDNN may split the sums of a small one differently.
 _PROBE_ROWS = 64
 _PROBED = (1, 5)
-#: With tiles oneDNN itself sums otherwise for another number of rows: one number of ten thousand is another one, and of
-#: those of a weight that is packed otherwise nearly all.
+#: With AMX tiles oneDNN's sums depend on the number of rows: one number in ten thousand differs. With another packing
+#: nearly all differ.
 _EQUAL_BY_TILES = 0.98
-#: oneDNN packs for products of about so many.
+#: The number of rows that oneDNN packs for.
 _HINT_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """A packed weight as gemm_small_m.py reads it: where it lies and in which blocks it is summed, proven by trying. It
-    does not own the memory: the packed tensor must live as long.
+    """A packed weight as gemm_small_m.py reads it: its address and summation block, proven by trying. The packed tensor
+    owns the memory and must outlive it.
     """
 
     address: int
     num_panels: int
-    #: How many inputs are summed before the sum is added to the total; or `gemm_small_m.as_block`.
+    #: Number of inputs summed before adding to the total; or `gemm_small_m.as_block`.
     block: int
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x (rows, inputs) -> (rows, 64 * panels) float32; what lies beyond the last output is no number of use."""
+        """x (rows, inputs) -> (rows, 64 * panels) float32; ignore columns beyond the last output."""
         out = torch.empty((x.shape[0], self.num_panels * PANEL))
         multiply_by_all(as_array(x), self.address, self.block, out.numpy())
         return out
@@ -61,8 +61,8 @@ class Panels:
 def panels_of(
     packed: torch.Tensor, dtype: torch.dtype, outputs: int, inputs: int, library: Callable[..., torch.Tensor]
 ) -> Panels | None:
-    """None unless the kernel gives `library`'s bits on this weight. `library` maps (rows, inputs) to (rows, outputs)
-    with the same packed weight and no bias.
+    """None unless the kernel reproduces the bits of `library`, which maps (rows, inputs) to (rows, outputs) with the
+    same packed weight and no bias.
     """
     is_known = dtype == torch.float32 or (dtype == torch.bfloat16 and this_cpu().has_bfloat16)
     if not is_known or inputs % 2:
@@ -70,7 +70,7 @@ def panels_of(
     num_panels = -(-outputs // PANEL)
     try:
         address, nbytes = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
-    except (AttributeError, RuntimeError):  # operators private to torch
+    except (AttributeError, RuntimeError):  # torch's private operators
         return None
     by_tiles = dtype == torch.bfloat16 and may_use_tiles()
     width = TILE_PANEL if by_tiles else PANEL
@@ -97,23 +97,23 @@ def _share_of_equal(panels: Panels, x: torch.Tensor, expected: torch.Tensor) -> 
     return (made == expected).double().mean().item()
 
 
-def _most_rows() -> float:
-    """The most rows of a product that the kernel computes, where it knows the weight. With vectors of AVX2 it is faster
-    than oneDNN for any number of rows (docs/log/cpu-kernels.md), if it has as many threads.
+def _max_rows() -> float:
+    """Maximum rows for which the kernel replaces oneDNN. With AVX2 and as many threads it is faster for any number
+    (docs/log/cpu-kernels.md).
     """
     is_faster = this_cpu().level == "avx2" and num_threads() == torch.get_num_threads()
-    return math.inf if is_faster else MOST_ROWS
+    return math.inf if is_faster else MAX_ROWS
 
 
 class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear, dtype: torch.dtype | None = None) -> None:
-        """Computes in `dtype`; None: in the weights' own."""
+        """Computes in `dtype`; None: in the weights' dtype."""
         super().__init__()
         dtype = dtype or linear.weight.dtype
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # Model code looks at weight.dtype; the numbers themselves are only in the packed copy.
+        # Model code reads weight.dtype; only the packed copy has the numbers.
         self.weight = linear.weight.detach().to("meta", dtype)
-        # A copy: one number that stays in the mapped file keeps all of it in memory.
+        # A copy: a view would keep the whole mapped file in memory.
         self.bias_values: torch.Tensor | None = (
             None if linear.bias is None else linear.bias.detach().to(dtype, copy=True)
         )
@@ -124,7 +124,7 @@ class PackedLinear(nn.Module):
         self.panels: Panels | None = panels_of(
             self._packed, weight.dtype, self.out_features, self.in_features, self._by_library
         )
-        self._few_rows = 0 if self.panels is None else _most_rows()
+        self._few_rows = 0 if self.panels is None else _max_rows()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, self.in_features)
@@ -151,7 +151,7 @@ class PackedLinear(nn.Module):
 
 
 def packing_works() -> bool:
-    """The operators are private to torch, so they are tried before they are relied upon."""
+    """Tries torch's private operators before anything relies on them."""
     try:
         linear = nn.Linear(16, 16)
         x = torch.randn(3, 16)

@@ -1,6 +1,4 @@
-"""Replacing the products of a tree of modules, those of experts too, by others that compute the same: by torch alone,
-or by linear.py.
-"""
+"""Replaces the products in a tree of modules, experts included, by equivalent ones: of torch, or of linear.py."""
 
 from __future__ import annotations
 
@@ -12,16 +10,16 @@ from torch import nn
 
 from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps
 
-#: Fewer are padded with zeros.
+#: Fewer rows are padded with zeros.
 ROWS_AT_A_TIME = 16
-#: Weights that are float32 at a time, where they are kept as bfloat16: they stay in a cache.
+#: Number of bfloat16 weights converted to float32 at a time, so that they stay in a cache.
 _WIDENED = 1 << 18
-#: How a product is computed here. It has `in_features` and `out_features`.
+#: Makes a product, which has `in_features` and `out_features`.
 Pack = Callable[[nn.Linear], nn.Module]
 
 
 def packed(module: nn.Module, pack: Pack) -> nn.Module:
-    """A plain nn.Linear, or a layer made of some, with its weights packed."""
+    """A plain nn.Linear, or a layer of several, with packed weights."""
     if type(module) is nn.Linear:
         return pack(module)
     pack_linears(module, pack)
@@ -37,16 +35,14 @@ def pack_linears(module: nn.Module, pack: Pack) -> None:
             pack_linears(child, pack)
 
 
-def convert_rest(module: nn.Module, dtype: torch.dtype) -> None:
-    """What has not been packed becomes `dtype`, and a copy, so that the checkpoint file that it is mapped from can
-    go.
-    """
+def convert_others(module: nn.Module, dtype: torch.dtype) -> None:
+    """Copy all unpacked weights to `dtype`, which releases the mapped checkpoint file."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype, copy=True)
 
 
 def linear_over(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
-    """(outputs, inputs), (outputs,): an nn.Linear with just these tensors, which are not copied."""
+    """An nn.Linear over these tensors (outputs, inputs), (outputs,), without a copy."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if bias is not None:
@@ -55,24 +51,23 @@ def linear_over(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Li
 
 
 class TiledLinear(nn.Module):
-    """By torch's own matrix product, in float32, from and to float32, and still independent of the batch.
+    """torch's float32 matrix product, from and to float32, made independent of the batch.
 
-    torch gives a row other bits when other rows join it, because another kernel runs for another number of rows. So
-    rows are multiplied so many at a time, always, padded with zeros; that a row's bits do not depend on its place among
-    them is proven by trying, and where they do, rows are multiplied one by one.
+    torch chooses its kernel, and so a row's bits, by the number of rows. So this multiplies a fixed number at a time,
+    padded with zeros. A trial proves that a row's place does not matter; if it does, rows are multiplied one by one.
 
-    Weights may stay bfloat16, half as large: then some outputs' weights at a time become float32 beside the product.
+    Weights may stay bfloat16, half as large: then a part at a time becomes float32 for the product.
     """
 
     def __init__(self, linear: nn.Linear, kept: torch.dtype = torch.float32) -> None:
-        """`kept` is the dtype that the weights are held in."""
+        """`kept`: dtype that holds the weights."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        # Model code looks at weight.dtype.
+        # Model code reads weight.dtype.
         self.weight = linear.weight.detach().to("meta", torch.float32)
         self.bias_values = None if linear.bias is None else linear.bias.detach().to(torch.float32, copy=True)
         self._kept = linear.weight.detach().to(kept, copy=True).contiguous()
-        # Whole, or a number of outputs that depends on the weight's shape alone.
+        # All outputs, or a number that depends only on the weight's shape.
         self._outputs = self.out_features if kept == torch.float32 else max(1, _WIDENED // self.in_features)
         self._rows = ROWS_AT_A_TIME if self._place_does_not_matter() else 1
 
@@ -97,7 +92,7 @@ class TiledLinear(nn.Module):
 
     @torch.inference_mode()
     def _place_does_not_matter(self) -> bool:
-        """The same row in every place."""
+        """Tries the same row in every place."""
         row = torch.randn((1, self.in_features), generator=torch.Generator().manual_seed(0))
         made = self._product(row.repeat(ROWS_AT_A_TIME, 1), ROWS_AT_A_TIME)
         return torch.equal(made, made[:1].expand_as(made))
@@ -110,7 +105,7 @@ class PackedRouter(nn.Module):
         super().__init__()
         self._logits = pack(linear_over(router.weight))
         self._top_k: int = router.top_k
-        #: Qwen3 says whether the weights of the chosen sum to one; Mixtral's always do.
+        #: Qwen3 configures whether the chosen weights sum to one; Mixtral's always do.
         self._normalise: bool = getattr(router, "norm_topk_prob", True)
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -122,20 +117,19 @@ class PackedRouter(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """A mixture over prepacked weights, in place of transformers' experts: there a product depends on how many tokens
-    chose the expert, so in float32 the last bits of a token do too. Here every expert is two products, and a token's
-    experts are summed in the order of its own choice.
+    """A mixture over prepacked weights. In transformers' experts a token's last float32 bits depend on how many tokens
+    chose the same expert. Here every expert is two products, summed in the order of the token's choice.
     """
 
     def __init__(self, experts: Any, pack: Pack, ops: LayerOps) -> None:
-        """Takes the weights of `experts`: it cannot be used afterwards."""
+        """Consumes `experts`."""
         super().__init__()
         self._ops = ops
         self._gate_up = [pack(linear_over(weight)) for weight in experts.gate_up_proj]
         del experts.gate_up_proj
         self._down = [pack(linear_over(weight)) for weight in experts.down_proj]
         del experts.down_proj
-        #: With several ranks, each has some columns of both products.
+        #: With several ranks, each has a part of the columns of both products.
         self._gather: Callable[[torch.Tensor], torch.Tensor] = getattr(experts, "gather_columns", _as_it_is)
 
     def forward(
@@ -143,7 +137,7 @@ class PackedExperts(nn.Module):
     ) -> torch.Tensor:
         """(tokens, hidden) -> (tokens, hidden); index and weights (tokens, top k)."""
         chosen = top_k_index.reshape(-1)
-        # (token, choice) pairs, those of one expert next to each other.
+        # (token, choice) pairs, grouped by expert.
         order = chosen.argsort(stable=True)
         rows = hidden[order // top_k_index.shape[1]]
         made = torch.empty_like(rows)
@@ -164,7 +158,7 @@ class PackedExperts(nn.Module):
 
 
 def pack_experts(module: nn.Module, pack: Pack, ops: LayerOps) -> None:
-    """Replace router and experts of every mixture below `module`, under their own names."""
+    """Replace router and experts of every mixture below `module`, keeping their names."""
     for child in module.modules():
         if hasattr(child, "experts") and hasattr(child, "gate"):
             child.gate, child.experts = (

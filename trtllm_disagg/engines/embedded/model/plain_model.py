@@ -1,14 +1,12 @@
-"""A plain decoder's weights: read into a tree of modules, taken out of it, packed, the originals let go.
+"""A plain decoder's weights: read into a tree of modules, taken out of it, packed, and the originals released.
 
-transformers' own loader is right for every model, and imports a thousand modules first: 80 MB and over a second of
-every engine's start, for a model that is taken apart at once. So `read_plain` reads the safetensors files itself; what
-does not look as expected there is left to transformers.
+transformers' loader handles every model but costs each engine's start 80 MB and over a second of imports. So
+`read_plain` reads the safetensors files itself, and leaves files with anything unexpected to transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +15,24 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from trtllm_disagg.engines.embedded.model.attention import LayerAttention
+from trtllm_disagg.common.reports import LOADING, Reporter
+from trtllm_disagg.engines.embedded.model.layers import LayerAttention, PlainLayer, PlainModel
 from trtllm_disagg.engines.embedded.model.pack import Pack, linear_over, packed
 from trtllm_disagg.engines.embedded.params.model_config import (
     EMBEDDING,
     HEAD,
     ModelConfig,
-    Shape,
     expected_weights,
     weight_places,
 )
-from trtllm_disagg.processes.reports import LOADING, Reporter
+from trtllm_disagg.engines.embedded.params.vision_config import plain_name
 
 _NO_NORM = np.empty(0, np.float32)
 
 
 def supports(config: ModelConfig) -> bool:
-    """Whether the plain forward can run this model, in place of transformers' modules."""
+    """True if the plain forward can run this model instead of transformers' modules."""
     return config.is_plain_family and config.hidden_act == "silu" and config.has_static_rope
-
-
-@dataclass(frozen=True, slots=True)
-class PlainLayer:
-    input_norm: np.ndarray
-    qkv: nn.Module
-    q_norm: np.ndarray
-    k_norm: np.ndarray
-    #: One product, or with tensor parallelism one of all ranks together.
-    output: nn.Module
-    post_norm: np.ndarray
-    gate_up: nn.Module
-    down: nn.Module
-    attention: LayerAttention
-
-
-@dataclass(frozen=True, slots=True)
-class PlainModel:
-    #: (vocabulary, n), in the dtype of the checkpoint as it was read
-    embedding: torch.Tensor
-    layers: list[PlainLayer]
-    final_norm: np.ndarray
-    head: nn.Module
-    num_heads: int
-    eps: np.float32
-    #: (positions, dim / 2) float32
-    cos: np.ndarray
-    sin: np.ndarray
 
 
 def take_apart(
@@ -73,20 +43,20 @@ def take_apart(
     pack: Pack,
     reporter: Reporter | None = None,
 ) -> PlainModel:
-    """`model` is transformers' or `read_plain`'s; it cannot be used afterwards. `kv_heads` are this rank's."""
+    """Consumes `model`, of transformers or `read_plain`. `kv_heads`: this rank's."""
     reporter = reporter or Reporter()
     decoder, head_dim = model.model, config.head_dim
     cos, sin = rope_tables(config, max_positions, head_dim)
     layers: list[PlainLayer] = []
     for i in range(len(decoder.layers)):
-        # Weights that stayed in their mapped file are read here.
-        reporter.tell(LOADING, percent=100 * i // len(decoder.layers))
+        # Reads weights that are still in their mapped file.
+        reporter.report(LOADING, percent=100 * i // len(decoder.layers))
         how = LayerAttention(i, head_dim**-0.5, _window(config, i))
         layers.append(_take(decoder.layers[i], how, pack))
-        # At no time are there two copies of more than one layer.
+        # Releases the layer, so that at most one layer has two copies.
         decoder.layers[i] = nn.Identity()
     return PlainModel(
-        # Copies, here and of the norms: one number that stays in the mapped file keeps all of it in memory.
+        # A copy, as for the norms: a view would keep the whole mapped file in memory.
         embedding=decoder.embed_tokens.weight.detach().clone(),
         layers=layers,
         final_norm=_weights(decoder.norm),
@@ -99,8 +69,8 @@ def take_apart(
 
 
 def rope_tables(config: ModelConfig, count: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of rotary positions, as transformers computes them: (positions, dim / 2) float32 each, for
-    `count` positions; the rotation's second half has the same ones.
+    """transformers' cosines and sines of `count` rotary positions: (positions, dim / 2) float32 each. The rotation's
+    second half has the same ones.
     """
     frequencies, scaling = _frequencies(config, dim)
     angles = torch.arange(count)[:, None].float() * frequencies.float()
@@ -111,7 +81,7 @@ def _frequencies(config: ModelConfig, dim: int) -> tuple[torch.Tensor, float]:
     rope = config.rope_parameters
     if rope.get("rope_type", "default") == "default":
         return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)), 1.0
-    # Here, as it brings the rest of transformers along.
+    # Imported here: it imports the rest of transformers.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config.source)
@@ -135,7 +105,7 @@ def _take(layer: Any, how: LayerAttention, pack: Pack) -> PlainLayer:
 
 
 def _window(config: ModelConfig, layer: int) -> int | None:
-    """Mistral has one window for all layers, the Qwens for some, Llama none."""
+    """Mistral has a window for all layers, Qwen for some, Llama none."""
     match config.model_type:
         case "mistral":
             return config.sliding_window
@@ -146,7 +116,7 @@ def _window(config: ModelConfig, layer: int) -> int | None:
 
 
 def _joined(linears: Iterable[nn.Linear], pack: Pack) -> nn.Module:
-    """Several products with the same input as one."""
+    """One product in place of several with the same input."""
     parts = list(linears)
     biases: list[torch.Tensor] = [part.bias for part in parts if part.bias is not None]
     weight = torch.cat([part.weight.detach() for part in parts])
@@ -163,16 +133,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_plain(directory: Path, config: ModelConfig, dtype: torch.dtype) -> nn.Module | None:
-    """A tree of modules with the names that transformers' model has: matrices are nn.Linear, the rest holds its
-    weight. Numbers that are of `dtype` already stay in the mapped file until they are copied.
+    """A tree of modules with transformers' names: matrices are nn.Linear, the rest holds a weight. Weights of `dtype`
+    stay in the mapped file until they are copied.
 
-    None unless the files hold every expected weight, in its expected shape and a plain dtype.
+    None unless the files hold every expected weight in its expected shape and a plain dtype.
     """
-    places, expected = weight_places(directory), expected_weights(config)
+    places, expected = places_by_plain_name(directory), expected_weights(config)
     if not places.keys() >= expected.keys():
         return None
     weights = {}
-    for name, weight in _read(directory, places, expected):
+    for name, weight in read_weights(directory, {name: places[name] for name in expected}):
         if weight.shape != expected[name] or weight.dtype not in _DTYPES:
             return None
         weights[name] = weight.to(dtype)
@@ -181,15 +151,18 @@ def read_plain(directory: Path, config: ModelConfig, dtype: torch.dtype) -> nn.M
     return _tree(weights)
 
 
-def _read(
-    directory: Path, places: dict[str, str], names: dict[str, Shape]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """One file after the other."""
-    for file in sorted({places[name] for name in names}):
+def places_by_plain_name(directory: Path) -> dict[str, tuple[str, str]]:
+    """Weight -> file, and its name there. Raises ConfigError as `weight_places` does."""
+    return {plain_name(stored): (file, stored) for stored, file in weight_places(directory).items()}
+
+
+def read_weights(directory: Path, places: dict[str, tuple[str, str]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`places`: name -> file, and name there. Reads one file at a time."""
+    for file in sorted({file for file, _ in places.values()}):
         with safe_open(directory / file, "pt") as tensors:
-            for name in names:
-                if places[name] == file:
-                    yield name, tensors.get_tensor(name)
+            for name, (place, stored) in places.items():
+                if place == file:
+                    yield name, tensors.get_tensor(stored)
 
 
 def _tree(weights: dict[str, torch.Tensor]) -> nn.Module:

@@ -1,30 +1,44 @@
-"""The input and output of a step, as plain numbers, independent of what computes them."""
+"""The input and output of a step as plain numbers, for any model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from trtllm_disagg.engines.embedded.ipc.messages import LogprobEntry
 
-#: Prefill queries are cut into tiles of so many positions (attention.py).
+if TYPE_CHECKING:
+    import torch
+
+#: Positions in a tile of prefill queries (attention.py).
 TILE = 32
 
 
-class ForwardRow(msgspec.Struct, array_like=True):
-    """A run of tokens of one sequence, in a step. Rows that decode come first."""
+class ImageRows(NamedTuple):
+    """Vectors that replace the embeddings of a row's tokens from `start` on."""
 
-    #: The tokens to compute, at the positions from `num_computed` on; the KV of those before is in `blocks`.
+    start: int
+    #: (tokens, hidden) float32.
+    vectors: torch.Tensor
+
+
+class ForwardRow(msgspec.Struct, array_like=True):
+    """A run of tokens of one sequence in a step. Decode rows come first."""
+
+    #: Tokens to compute, from position `num_computed` on; `blocks` has the KV before.
     tokens: list[int]
     num_computed: int
-    #: Ids of its blocks in the pool, in the order of the positions; at least as many as this step reads and writes.
+    #: Ids of its blocks in the pool, by position; at least those that this step uses.
     blocks: list[int]
-    #: Whether these are tokens of the prompt: attention then runs in tiles.
+    #: True for tokens of the prompt, which attend in tiles.
     in_prefill: bool
-    #: Logits are wanted of so many of the tokens, the last ones.
+    #: Number of last tokens that need logits.
     num_logits: int
+    #: `ImageRows` that stand in its tokens; only in an engine of one rank.
+    images: tuple[Any, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -35,7 +49,7 @@ class ForwardRow(msgspec.Struct, array_like=True):
 class Sampled:
     """The result of a row with `num_logits`."""
 
-    #: None: the row ends within the prompt.
+    #: None if the row ends within the prompt.
     token: int | None
     logprobs: LogprobEntry | None
     #: Logprobs of each requested prompt position (`SamplingSpec.prompt_logprobs`).

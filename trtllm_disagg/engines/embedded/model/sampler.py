@@ -1,6 +1,6 @@
-"""From logits to tokens. Every draw is a function of (seed, choice, position) and the logits row, of nothing else.
+"""Draws tokens from logits. A draw depends only on (seed, position) and its logits row.
 
-So a request gives the same tokens alone, in any batch, and whichever process made its first token.
+So a request gives the same tokens alone, in any batch, and in any process.
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ if TYPE_CHECKING:
 
 
 class SampledSequence(Protocol):
-    """What a draw depends on besides the logits."""
+    """A draw's inputs besides the logits."""
 
     sampling: SamplingSpec
     seed: int
-    #: Which choice of its request.
-    index: int
-    #: The grammar's state, where there is one.
+    #: The grammar's state, if any.
     guide: Guide | None
-    #: Prompt and output.
+    #: Prompt and output tokens.
     tokens: list[int]
 
     @property
@@ -38,29 +36,28 @@ class SampledSequence(Protocol):
 
 
 _KEY = struct.Struct("<QIQ")
-#: Colder than this is the same as greedy.
+#: Lower temperatures are greedy.
 _COLDEST = 1e-6
-#: Up to this size a vocabulary is sorted for top-p. It is on CUDA too, where sorting is cheap.
+#: Larger vocabularies are not sorted for top-p, except on CUDA, where sorting is cheap.
 _SMALL_VOCABULARY = 8192
-#: A larger one is divided into this many classes of scores, this many to a factor of e in probability.
+#: Number of score classes for a larger vocabulary, in all and per factor of e in probability.
 _CLASSES, _CLASSES_PER_E = 2048, 64
-#: Scores at a time, so that temporaries stay in the cache.
+#: Scores per pass, so that temporaries stay in the cache.
 _AT_A_TIME = 2**18
 
 
-def uniform(seed: int, index: int, position: int) -> float:
-    """A number in [0, 1) from a counter, 53 bits: blake2b over (seed, choice, position)."""
-    digest = hashlib.blake2b(_KEY.pack(seed, index, position), digest_size=8).digest()
+def uniform(seed: int, position: int) -> float:
+    """A 53-bit number in [0, 1): blake2b over (seed, 0, position)."""
+    digest = hashlib.blake2b(_KEY.pack(seed, 0, position), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def draw(scores: torch.Tensor, sequences: Seq[SampledSequence]) -> list[int]:
-    """One token out of each row of `scores` (rows, vocabulary), float32: temperature, min-p, top-k, top-p, then the
-    inverse of the running sum at u.
+    """Draw one token from each row of `scores` (rows, vocabulary), float32: temperature, min-p, top-k, top-p, then the
+    inverse of the running sum at u. Each row is independent of the others.
 
-    Sorting a large vocabulary costs more than a step of a small model, so nothing is sorted that need not be: top-k
-    and top-p become a lowest score that is kept, min-p is one comparison, and the draw runs over the vocabulary in its
-    own order. Every number is a function of its own row alone.
+    Sorting a large vocabulary costs more than a step of a small model. So top-k and top-p become a lowest kept score,
+    min-p is one comparison, and the draw runs in the vocabulary's order.
     """
     count = len(sequences) if scores.is_cuda else max(1, _AT_A_TIME // scores.shape[1])
     return [
@@ -71,13 +68,13 @@ def draw(scores: torch.Tensor, sequences: Seq[SampledSequence]) -> list[int]:
 
 
 def _draw(scores: torch.Tensor, sequences: Seq[SampledSequence]) -> list[int]:
-    """In double precision: in float32 the tail of a large vocabulary would be lost."""
+    """In double precision, since float32 would lose the tail of a large vocabulary."""
     specs = [s.sampling for s in sequences]
-    # From the maximum down, so that a tiny temperature gives minus infinity and not the difference of two.
+    # Relative to the maximum, so that a tiny temperature gives minus infinity and no NaN.
     coldness = _column([max(s.temperature, _COLDEST) for s in specs], scores)
     cooled = (scores - scores.amax(-1, keepdim=True)) / coldness
     probs = torch.softmax(cooled, -1)
-    # First, as in TensorRT-LLM: top-p is a share of what min-p left. Only its own rows: the others keep their bits.
+    # min-p first, as in TensorRT-LLM: top-p is a share of its rest. Other rows keep their bits.
     if floored := [i for i, s in enumerate(specs) if s.min_p]:
         rows = probs[floored]
         rows *= rows >= _column([specs[i].min_p for i in floored], scores) * rows.amax(-1, keepdim=True)
@@ -86,9 +83,9 @@ def _draw(scores: torch.Tensor, sequences: Seq[SampledSequence]) -> list[int]:
     kept = _within_limits(scores, cooled, probs, specs, limited) if limited else probs
     total = kept.cumsum(-1)
     whole = total[:, -1:].contiguous()
-    u = _column([uniform(s.seed, s.index, len(s.tokens)) for s in sequences], scores)
+    u = _column([uniform(s.seed, len(s.tokens)) for s in sequences], scores)
     picked = torch.searchsorted(total, u * whole, right=True)
-    # u * whole may round up to the whole; the last token that was kept has the sum that reaches it.
+    # u * whole may round up to the whole, which the last kept token's sum reaches.
     last = torch.searchsorted(total, whole)
     tokens: list[int] = torch.minimum(picked, last)[:, 0].clamp(max=scores.shape[1] - 1).tolist()
     return tokens
@@ -105,7 +102,7 @@ def _within_limits(
     specs: Seq[SamplingSpec],
     limited: list[int],
 ) -> torch.Tensor:
-    """`probs`, with zero for what top-k and top-p drop in the rows `limited`."""
+    """`probs` with zeros where top-k and top-p drop tokens, in the rows `limited`."""
     limits: dict[int, _Limit] = {}
     is_small = scores.is_cuda or scores.shape[1] <= _SMALL_VOCABULARY
     if ranked := [i for i in limited if is_small or specs[i].top_k > 0]:
@@ -132,14 +129,14 @@ def _rows(table: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """How many tokens of a row are kept, and the lowest of their scores."""
+    """Number of kept tokens of a row, and their lowest score."""
 
     lowest: float
     count: int
 
 
 def _limits_by_rank(scores: torch.Tensor, probs: torch.Tensor, specs: Seq[SamplingSpec]) -> list[_Limit]:
-    """The limit of each row, found among the best scores: as many as the largest top-k, or all where a row has none."""
+    """Each row's limit, found among the best scores: the largest top-k of them, or all if a row has none."""
     vocabulary = scores.shape[1]
     ranks = [s.top_k if 0 < s.top_k < vocabulary else vocabulary for s in specs]
     best = max(ranks)
@@ -147,7 +144,7 @@ def _limits_by_rank(scores: torch.Tensor, probs: torch.Tensor, specs: Seq[Sampli
     top_k = torch.tensor(ranks, device=scores.device)[:, None]
     ordered = probs.gather(1, indices) * (torch.arange(best, device=scores.device) < top_k)
     total = ordered.cumsum(-1)
-    # top-p is a share of what top-k left.
+    # top-p is a share of top-k's rest.
     wanted = _column([s.top_p for s in specs], scores) * total[:, -1:]
     nucleus = 1 + (total[:, :-1] < wanted).sum(-1, keepdim=True)
     everything = torch.tensor([[s.top_p >= 1.0] for s in specs], device=scores.device)
@@ -157,11 +154,11 @@ def _limits_by_rank(scores: torch.Tensor, probs: torch.Tensor, specs: Seq[Sampli
 
 
 def _nucleus(scores: torch.Tensor, cooled: torch.Tensor, probs: torch.Tensor, top_p: float) -> _Limit:
-    """top-p of one row without sorting it: by classes first, then in the class in which the mass is reached."""
-    # Clamped again for rows of nonsense, which get a token like any other.
+    """top-p of one row without a sort: finds the class that reaches the mass, then searches in it."""
+    # Clamped again, so that even rows of NaN get a token.
     classes = (cooled * -_CLASSES_PER_E).clamp_(max=_CLASSES - 1).to(torch.int32).clamp_(min=0)
     reached = torch.bincount(classes, weights=probs, minlength=_CLASSES).cumsum(0)
-    # By rounding, the sum of all may stay below top_p.
+    # The sum of all may round to less than top_p.
     last = min(int((reached < top_p).sum()), int(classes.max()))
     members = (classes == last).nonzero()[:, 0]
     values, order = scores[members].sort(descending=True)
@@ -171,7 +168,7 @@ def _nucleus(scores: torch.Tensor, cooled: torch.Tensor, probs: torch.Tensor, to
 
 
 def _first(scores: torch.Tensor, lowest: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """True for the `counts` highest scores of each row, down to `lowest`; of equals at the end, the first ones."""
+    """True for each row's `counts` highest scores, down to `lowest`; ties go to the first."""
     within = scores >= lowest
     surplus = within.sum(-1, keepdim=True) - counts
     if surplus.any():
@@ -181,7 +178,7 @@ def _first(scores: torch.Tensor, lowest: torch.Tensor, counts: torch.Tensor) -> 
 
 
 def sample(logits: torch.Tensor, sequences: Seq[SampledSequence]) -> list[Sampled]:
-    """`logits` is (rows, vocabulary) in the model's dtype; one token for each row."""
+    """One token per row of `logits` (rows, vocabulary), in the model's dtype."""
     raw = logits.float()
     scores = _adjusted(raw, sequences)
     tokens: list[int] = scores.argmax(-1).tolist()
@@ -194,7 +191,7 @@ def sample(logits: torch.Tensor, sequences: Seq[SampledSequence]) -> list[Sample
 
 
 def _adjusted(raw: torch.Tensor, sequences: Seq[SampledSequence]) -> torch.Tensor:
-    """Penalties, forbidden tokens, min_tokens and grammars; the raw logits stay as they are."""
+    """A copy of the logits with penalties, forbidden tokens, min_tokens and grammars."""
     touched = [i for i, s in enumerate(sequences) if s.guide or _forbidden(s) or s.sampling.has_penalties]
     if not touched:
         return raw
@@ -208,7 +205,7 @@ def _adjusted(raw: torch.Tensor, sequences: Seq[SampledSequence]) -> torch.Tenso
 
 
 def _forbid(scores: torch.Tensor, sequence: SampledSequence) -> None:
-    """Where a grammar leaves nothing else, it outranks min_tokens and bad tokens."""
+    """A grammar that leaves nothing else outranks min_tokens and bad tokens."""
     # A tokenizer may know more tokens than the model.
     forbidden = [t for t in _forbidden(sequence) if t < scores.shape[0]]
     if sequence.guide is None:
@@ -233,12 +230,13 @@ def _forbidden(sequence: SampledSequence) -> list[int]:
 
 
 def _penalise(scores: torch.Tensor, sequence: SampledSequence) -> None:
-    """All count prompt and output, as in TensorRT-LLM; presence and frequency not the first `prompt_ignore_length`
-    tokens of the prompt.
+    """As in TensorRT-LLM, all penalties count prompt and output; presence and frequency skip the prompt's first
+    `prompt_ignore_length` tokens. None counts the positions of images: their ids are above the vocabulary.
     """
-    spec = sequence.sampling
+    spec, vocabulary = sequence.sampling, scores.shape[0]
     if spec.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(sequence.tokens)), device=scores.device)
+        known = [token for token in sorted(set(sequence.tokens)) if token < vocabulary]
+        seen = torch.tensor(known, dtype=torch.int64, device=scores.device)
         values = scores[seen]
         scores[seen] = torch.where(
             values > 0, values / spec.repetition_penalty, values * spec.repetition_penalty
@@ -246,7 +244,8 @@ def _penalise(scores: torch.Tensor, sequence: SampledSequence) -> None:
     if not (spec.presence_penalty or spec.frequency_penalty):
         return
     ignored = min(spec.prompt_ignore_length, len(sequence.tokens) - sequence.num_output)
-    if counts := Counter(sequence.tokens[ignored:]):
+    every = Counter(sequence.tokens[ignored:])
+    if counts := {token: count for token, count in every.items() if token < vocabulary}:
         counted = torch.tensor(list(counts), device=scores.device)
         times = torch.tensor(list(counts.values()), device=scores.device)
         scores[counted] -= spec.presence_penalty + spec.frequency_penalty * times
@@ -255,7 +254,7 @@ def _penalise(scores: torch.Tensor, sequence: SampledSequence) -> None:
 def _logprobs(
     raw: torch.Tensor, tokens: Seq[int], sequences: Seq[SampledSequence]
 ) -> list[LogprobEntry | None]:
-    """Logprobs before temperature and penalties: the chosen token, then the top ones."""
+    """Logprobs before temperature and penalties: the chosen token first, then the top ones."""
     wanted = [i for i, s in enumerate(sequences) if s.sampling.logprobs is not None]
     entries: list[LogprobEntry | None] = [None] * len(sequences)
     if not wanted:
@@ -275,7 +274,7 @@ def prompt_logprobs(logits: torch.Tensor, following: Seq[int], count: int) -> li
 
 
 def _entry(row: torch.Tensor, chosen: int, count: int) -> LogprobEntry:
-    """`row`: log probabilities of all tokens."""
+    """`row`: logprobs of all tokens."""
     rank = int((row > row[chosen]).sum()) + 1
     entry: LogprobEntry = [(chosen, float(row[chosen]), rank)]
     top = row.topk(min(count, row.shape[0]))

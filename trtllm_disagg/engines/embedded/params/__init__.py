@@ -1,1 +1,1 @@
-"""Arguments of the LLM API, and the checkpoint that they name, checked before anything is built."""
+"""Checks the LLM API's arguments and the checkpoint before anything is built."""

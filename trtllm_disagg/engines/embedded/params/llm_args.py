@@ -1,7 +1,7 @@
-"""The arguments of LLM(...) with TensorRT-LLM's names and defaults, and what the embedded engine does with them: serve,
-refuse, or leave without effect (`Served`, `NO_EFFECT`). An unknown name is refused, like there.
+"""The arguments of LLM(...) with TensorRT-LLM's names and defaults. Marks say which values the embedded engine serves
+(`Served`) and which arguments have no effect (`NO_EFFECT`). It refuses unknown names, as TensorRT-LLM does.
 
-A setting that would change an answer is never dropped silently.
+A setting that would change an answer is never ignored silently.
 """
 
 from __future__ import annotations
@@ -14,61 +14,56 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     NonNegativeInt,
     PositiveInt,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from trtllm_disagg.engine.engines import TENSORRT_LLM_BACKENDS
+from trtllm_disagg.common.model_directory import is_hub_name, model_directory
+from trtllm_disagg.engine.declared_arguments import power_of_two, python_needs_an_end, python_needs_nixl
+from trtllm_disagg.engine.table import TENSORRT_LLM_BACKENDS
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.engines.embedded.kv_transfer.transports import (
-    NOT_BETWEEN_HOSTS,
-    backends,
-    embedded_only_backends,
-)
+from trtllm_disagg.engines.embedded.kv_transfer.transports import backends, embedded_only_backends
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.model_directory import is_hub_name, model_directory
 
 log = logging.getLogger(__name__)
 
 Args = TypeVar("Args", bound="LlmArgs")
-#: Of a release that moved KV between hosts.
-_KEY_FILE_VARIABLE = "TRTLLM_DISAGG_TRANSFER_KEY_FILE"
 
 
 class Served:
-    """Marks an argument of which the embedded engine serves these values only."""
+    """Marks an argument for which the embedded engine serves these values only."""
 
     def __init__(self, *values: Any, expected: str = "no value") -> None:
-        """Enums by name. `expected`: how an error says so."""
+        """`values`: enums by name; `expected`: the error's words for them."""
         self._values = values
         self.expected = expected
 
     def check(self, key: str, value: Any, engine: str = "embedded") -> None:
-        """Raises ConfigError for another value."""
+        """Raises ConfigError for any other value."""
         value = value.name if isinstance(value, Enum) else value
         if value not in self._values:
             raise ConfigError.bad_value(key, value, f"{self.expected}, on the {engine} engine")
 
 
-#: Marks an argument that tunes GPUs, or another runtime: answers are the same without it.
+#: Marks an argument that tunes GPUs or another runtime and changes no answer.
 NO_EFFECT = object()
 
 
-#: The options of a feature that only TensorRT-LLM has: carried, never looked into.
+#: Options of a feature that only TensorRT-LLM has; their content is not checked.
 Opaque = dict[str, Any] | None
 NotServed = Annotated[Opaque, Served(None)]
-#: -1 is what no value becomes.
+#: TensorRT-LLM turns None into -1.
 MoeRanks = Annotated[int | None, Served(-1, 1, expected="1")]
-#: That a queue can be told to hold.
-MOST_RECORDS = 2**31 - 1
+#: Maximum size of a queue.
+MAX_RECORDS = 2**31 - 1
 
 
 class StrictModel(BaseModel):
@@ -76,7 +71,7 @@ class StrictModel(BaseModel):
 
 
 class KVEventsConfig(StrictModel):
-    """Events pushed over ZeroMQ by the engine itself, instead of polled."""
+    """Events pushed over ZeroMQ instead of polled."""
 
     enable_kv_cache_events: Annotated[bool, Served(False, expected="false")] = False
     publisher: Annotated[Literal["null", "zmq"] | None, NO_EFFECT] = None
@@ -107,7 +102,7 @@ class KvCacheConfig(StrictModel):
     disk_cache_path: Annotated[str | None, NO_EFFECT] = None
     cross_kv_cache_fraction: Annotated[float | None, Served(None)] = Field(default=None, ge=0, le=1)
     secondary_offload_min_priority: Annotated[int | None, NO_EFFECT] = None
-    event_buffer_max_size: int = Field(default=0, ge=0, le=MOST_RECORDS)
+    event_buffer_max_size: int = Field(default=0, ge=0, le=MAX_RECORDS)
     attention_dp_events_gather_period_ms: Annotated[int, NO_EFFECT] = 5
     kv_events_config: KVEventsConfig | None = None
     enable_partial_reuse: bool = True
@@ -116,7 +111,7 @@ class KvCacheConfig(StrictModel):
     max_gpu_total_bytes: Annotated[NonNegativeInt, NO_EFFECT] = 0
     iteration_stats_interval: Annotated[PositiveInt, NO_EFFECT] = 1
     dtype: str = "auto"
-    tokens_per_block: PositiveInt = 32
+    tokens_per_block: Annotated[PositiveInt, AfterValidator(power_of_two)] = 32
     use_kv_cache_manager_v2: Annotated[bool | Literal["auto"], NO_EFFECT] = "auto"
     kv_cache_event_hash_algo: Annotated[
         Literal["auto", "v1_block_key", "v2_sha256", "v2_sha256_64"],
@@ -128,13 +123,6 @@ class KvCacheConfig(StrictModel):
     mamba_state_config: Annotated[Opaque, NO_EFFECT] = None
     max_util_for_resume: float = Field(default=0.95, gt=0, le=1)
 
-    @field_validator("tokens_per_block")
-    @classmethod
-    def _power_of_two(cls, value: int) -> int:
-        if value & (value - 1):
-            raise ValueError("Input should be a power of two")
-        return value
-
     @field_validator("dtype")
     @classmethod
     def _lower_case(cls, value: str) -> str:
@@ -145,42 +133,25 @@ class CacheTransceiverConfig(StrictModel):
     """Without a backend, KV never leaves the engine."""
 
     backend: str | None = None
-    transceiver_runtime: Annotated[Literal["CPP", "PYTHON", "auto"] | None, NO_EFFECT] = "auto"
+    transceiver_runtime: Annotated[
+        Literal["CPP", "PYTHON", "auto"] | None, NO_EFFECT, AfterValidator(python_needs_nixl)
+    ] = "auto"
     max_tokens_in_buffer: Annotated[int | None, NO_EFFECT] = None
-    #: None means 60 s, too: an embedded engine never holds KV without an end.
-    kv_transfer_timeout_ms: PositiveInt | None = 60_000
+    #: None also means 60 s: an embedded engine never holds KV for ever.
+    kv_transfer_timeout_ms: Annotated[PositiveInt | None, AfterValidator(python_needs_an_end)] = 60_000
     kv_transfer_sender_future_timeout_ms: Annotated[PositiveInt | None, NO_EFFECT] = 1000
     kv_transfer_poll_interval_ms: Annotated[PositiveInt | None, NO_EFFECT] = 5000
     kv_cache_bounce_size_mb: Annotated[NonNegativeInt, NO_EFFECT] = 0
-    #: With schedule_style GENERATION_FIRST finished chunks always travel at once.
+    #: GENERATION_FIRST always sends finished chunks at once.
     enable_pipelined_transfer: Annotated[bool, NO_EFFECT] = False
 
     @field_validator("backend")
     @classmethod
     def _is_a_backend(cls, value: str | None) -> str | None:
-        if value == "TLS":
-            raise ValueError(f"NIXL or {' or '.join(embedded_only_backends())}: {NOT_BETWEEN_HOSTS}")
         known = (*TENSORRT_LLM_BACKENDS, *embedded_only_backends())
         if value is not None and value not in known:
             expected = f"{', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
             raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
-        return value
-
-    # Checks of single fields, so that an error names the key that is wrong, and not all that stands beside it.
-
-    @field_validator("transceiver_runtime")
-    @classmethod
-    def _python_needs_nixl(cls, value: str | None, others: ValidationInfo) -> str | None:
-        backend = others.data.get("backend")
-        if value == "PYTHON" and backend not in (None, "DEFAULT", "NIXL"):
-            raise ValueError(f"CPP or auto with backend {backend}; PYTHON needs NIXL")
-        return value
-
-    @field_validator("kv_transfer_timeout_ms")
-    @classmethod
-    def _python_needs_an_end(cls, value: int | None, others: ValidationInfo) -> int | None:
-        if value is None and others.data.get("transceiver_runtime") == "PYTHON":
-            raise ValueError("a finite kv_transfer_timeout_ms with transceiver_runtime PYTHON")
         return value
 
 
@@ -269,30 +240,22 @@ class EmbeddedConfig(StrictModel):
 
     #: Threads of each rank.
     num_threads: int = Field(default=1, ge=1, le=1024)
-    #: Shared out among the ranks when there are as many.
+    #: Divided among the ranks if there are enough.
     cpu_affinity: list[int] | None = Field(default=None, min_length=1)
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    #: transformers: its own modules even for families that the plain forward runs.
+    #: transformers: use its modules even for families that the plain forward runs.
     forward: Literal["auto", "transformers"] = "auto"
-    #: How a bfloat16 model's weights are held: as they are; or as float32, and computed with in float32. auto: as they
-    #: are where the CPU multiplies bfloat16; else as float32, as long as there is memory for it.
+    #: dtype that holds a bfloat16 model's weights; float32 also computes in float32. auto: bfloat16 if the CPU
+    #: multiplies it or memory is short, else float32.
     weights: Literal["auto", "float32", "bfloat16"] = "auto"
-    #: KV tokens of preempted requests that may be put aside (MAX_UTILIZATION); what has no room there is computed
-    #: again. None: a quarter of the pool.
+    #: Maximum KV tokens kept of preempted requests (MAX_UTILIZATION), else recomputed. None: a quarter of the pool.
     swap_tokens: NonNegativeInt | None = None
-    #: A step that takes longer ends the engine, and its requests go on elsewhere. None: it may take for ever.
+    #: A longer step ends the engine; its requests continue elsewhere. None: no limit.
     step_timeout_seconds: float | None = Field(default=600.0, gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_on_one_host(cls, given: Any) -> Any:
-        if isinstance(given, dict) and (gone := {"transfer_host", "transfer_key_file"} & given.keys()):
-            raise ValueError(f"no {' and no '.join(sorted(gone))}: {NOT_BETWEEN_HOSTS}")
-        return given
 
 
 class BaseLlmArgs(StrictModel):
-    """The arguments that all of TensorRT-LLM's backends share."""
+    """The arguments of all of TensorRT-LLM's backends."""
 
     model: str | Path
     tokenizer: Any = None
@@ -348,7 +311,7 @@ class BaseLlmArgs(StrictModel):
     iter_stats_max_iterations: Annotated[int | None, NO_EFFECT] = Field(default=None, ge=-1)
     request_stats_max_iterations: Annotated[int | None, NO_EFFECT] = Field(default=None, ge=-1)
     return_perf_metrics: bool = False
-    #: A server's; `request_perf_metrics` has a request's measurements.
+    #: For servers; a request's measurements are in `request_perf_metrics`.
     perf_metrics_output_dir: Annotated[str | None, NO_EFFECT] = None
     perf_metrics_max_requests: Annotated[NonNegativeInt, NO_EFFECT] = 0
     prometheus_metrics_config: Annotated[Opaque, NO_EFFECT] = None
@@ -388,12 +351,12 @@ class BaseLlmArgs(StrictModel):
 
 
 class LlmArgs(BaseLlmArgs):
-    """The arguments of the PyTorch backend: the ones that LLM(...) takes."""
+    """The arguments of the PyTorch backend, which LLM(...) takes."""
 
     generation_config: Annotated[Literal["trtllm", "auto"], Served("trtllm", expected="trtllm")] = "trtllm"
     enable_iter_perf_stats: bool = False
     enable_iter_req_stats: Annotated[bool, NO_EFFECT] = False
-    max_stats_len: int = Field(default=1000, ge=-1, le=MOST_RECORDS)
+    max_stats_len: int = Field(default=1000, ge=-1, le=MAX_RECORDS)
     print_iter_log: Annotated[bool, NO_EFFECT] = False
     stream_interval: PositiveInt = 1
     batch_wait_timeout_ms: Annotated[float, NO_EFFECT] = Field(default=0, ge=0)
@@ -421,29 +384,29 @@ class LlmArgs(BaseLlmArgs):
     @model_validator(mode="before")
     @classmethod
     def _drop_removed_arguments(cls, data: Any) -> Any:
-        """`sampler_type` is gone, but old files that named the one sampler left still load."""
+        """Old files that name the one remaining sampler in `sampler_type` still load."""
         if not isinstance(data, dict) or "sampler_type" not in data:
             return data
         if data["sampler_type"] not in ("auto", "TorchSampler", None):
             raise ValueError(f"sampler_type {data['sampler_type']!r} was removed; leave it out")
-        log.warning("sampler_type is gone, and has no effect")
+        log.warning("sampler_type was removed and has no effect")
         return {key: value for key, value in data.items() if key != "sampler_type"}
 
 
 def as_plain(value: Any) -> Any:
-    """pydantic models of TensorRT-LLM's names come as objects; LlmArgs takes those and plain dicts alike."""
+    """Turns pydantic models into dicts, since LlmArgs accepts both."""
     return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 def core_args(args: LlmArgs) -> dict[str, Any]:
-    """What the engine's own process has to know, JSON-safe."""
-    # What is excluded has one allowed value, or stays on the worker's side.
+    """The arguments for the engine's process, JSON-safe."""
+    # Excluded arguments have one allowed value, or concern the worker only.
     plain = args.model_dump(mode="json", exclude={"tokenizer", "load_format"})
     return plain | {"tokenizer": str(args.tokenizer) if isinstance(args.tokenizer, (str, Path)) else None}
 
 
 def in_directory(args: Args) -> Args:
-    """`args` with the model's directory in place of its name on the hub. Raises ConfigError where there is none."""
+    """`args` with the model's directory instead of its name on the hub. Raises ConfigError without one."""
     directory = model_directory(str(args.model), "model", args.revision)
     return args.model_copy(update={"model": directory})
 
@@ -451,7 +414,7 @@ def in_directory(args: Args) -> Args:
 def refuse_unsupported(args: LlmArgs) -> list[str]:
     """Raise ConfigError for the first argument that the embedded engine cannot honour.
 
-    Returns the names of the arguments that were set but have no effect here, for one line in the log.
+    Returns the names of set arguments without effect, for one log line.
     """
     ignored = check_marks(args)
     _check_kv_dtype(args)
@@ -459,12 +422,12 @@ def refuse_unsupported(args: LlmArgs) -> list[str]:
     _check_ranks(args)
     _check_processors(args)
     _check_backend(args)
-    this_cpu()  # refuses a level that there is not
+    this_cpu()  # refuses an unknown level
     return ignored
 
 
 def check_marks(args: LlmArgs, engine: str = "embedded") -> list[str]:
-    """`refuse_unsupported`, as far as the arguments' own marks say it."""
+    """`refuse_unsupported` by the arguments' marks only."""
     ignored = []
     for key, value, field in _all_arguments(args):
         for mark in field.metadata:
@@ -482,12 +445,10 @@ def _check_backend(args: LlmArgs) -> None:
     if config.backend not in (allowed := backends()):
         expected = f"{', '.join(allowed[:-1])} or {allowed[-1]}, on the embedded engine"
         raise ConfigError.bad_value("cache_transceiver_config.backend", config.backend, expected)
-    if os.environ.get(_KEY_FILE_VARIABLE):
-        raise ConfigError(f"{_KEY_FILE_VARIABLE}: {NOT_BETWEEN_HOSTS}; unset it")
 
 
 def _all_arguments(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """(dotted key, value, field) of each, also inside those that have arguments of their own and are set."""
+    """(dotted key, value, field) of each argument, also of nested ones that are set."""
     for name, field in type(model).model_fields.items():
         value = getattr(model, name)
         yield f"{prefix}{name}", value, field
@@ -496,7 +457,7 @@ def _all_arguments(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _check_kv_dtype(args: LlmArgs) -> None:
-    """The KV pool has the model's dtype: anything else would quantise."""
+    """The KV pool has the model's dtype: another one would quantise."""
     key = "kv_cache_config.dtype"
     allowed = dict.fromkeys(("auto", args.dtype))
     if args.kv_cache_config.dtype not in allowed:
@@ -505,13 +466,13 @@ def _check_kv_dtype(args: LlmArgs) -> None:
 
 
 def _check_tokenizer(args: LlmArgs) -> None:
-    """Guided decoding reads the tokenizer in the engine's own process."""
+    """Guided decoding reads the tokenizer in the engine's process."""
     given = args.tokenizer
     if args.tokenizer_revision is not None and not (isinstance(given, str) and is_hub_name(given)):
         raise ConfigError.bad_value(
             "tokenizer_revision",
             args.tokenizer_revision,
-            "no value, without a tokenizer that is a name on the hub, on the embedded engine",
+            "no value unless tokenizer is a name on the hub, on the embedded engine",
         )
     if args.guided_decoding_backend is not None and not isinstance(given, (str, Path, type(None))):
         raise ConfigError.bad_value(
@@ -530,5 +491,5 @@ def _check_processors(args: LlmArgs) -> None:
     count = os.cpu_count() or 1
     wanted = args.embedded.cpu_affinity or []
     if strange := [cpu for cpu in wanted if not 0 <= cpu < count]:
-        allowed = f"processors of this machine, which are 0 to {count - 1}"
+        allowed = f"this machine's processors, 0 to {count - 1}"
         raise ConfigError.bad_value("embedded.cpu_affinity", strange, allowed)

@@ -1,7 +1,7 @@
-"""Reads config.json and the weights' headers, and refuses those of a model that the engine cannot serve.
+"""Reads config.json and the weights' headers, and refuses a model that the engine cannot serve.
 
-transformers fills in what a file leaves out, and takes numbers that no model has. A wrong model would be served, so
-the file is checked before anything is built from it.
+transformers fills gaps in the file and accepts impossible numbers, and the engine would serve a wrong model. So the
+file is checked first.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Annotated, Any
 
 import msgspec
 
+from trtllm_disagg.engines.embedded.params.vision_config import MODEL_TYPE, language_config, language_weights
 from trtllm_disagg.errors import ConfigError
 
-#: Families with outputs tested against transformers' own generate (test_families.py).
+#: Families tested against transformers' generate (test_families.py).
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "qwen3_moe", "mixtral")
-#: Rotary frequencies that do not depend on how long the sequence has become.
+#: Rotary frequencies that do not depend on the sequence's length.
 STATIC_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-#: What every checkpoint says, and the most that is believed. Far above any model, far below what breaks something.
+#: Required keys and their limits: far above any model, far below what breaks something.
 _SIZES = {
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 22,
@@ -32,7 +33,7 @@ _SIZES = {
     "num_hidden_layers": 1 << 14,
     "vocab_size": 1 << 24,
 }
-#: What some say, or say to be null.
+#: Optional keys, which may be null.
 _MORE_SIZES = {
     "head_dim": 1 << 14,
     "moe_intermediate_size": 1 << 22,
@@ -42,8 +43,8 @@ _MORE_SIZES = {
     "num_local_experts": 1 << 14,
     "sliding_window": 1 << 40,
 }
-#: `dynamic` is `default` up to max_position_embeddings, where this engine ends. `longrope` turns positions of one
-#: request by how long another one in the batch is.
+#: `dynamic` equals `default` up to max_position_embeddings, this engine's limit. Not `longrope`, which rotates a
+#: request's positions by the length of others in the batch.
 _ROPE_KINDS = (*STATIC_ROPE_KINDS, "dynamic")
 _ROPE_NUMBERS = (
     "attention_factor",
@@ -58,7 +59,7 @@ _ROPE_NUMBERS = (
 _QUANTISED = "no value: the embedded engine serves float32, bfloat16 and float16 weights, not quantised ones"
 
 PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-#: Keys that change nothing about the numbers of a forward.
+#: Keys that do not change a forward's numbers.
 _WITHOUT_EFFECT = {
     "architectures",
     "attention_dropout",
@@ -73,16 +74,16 @@ _WITHOUT_EFFECT = {
     "transformers_version",
     "use_cache",
 }
-#: Families with a head_dim and a sliding_window when they are not mentioned.
+#: Families with a default head_dim or sliding_window.
 _MUST_SAY = {"qwen3": ("head_dim",), "mistral": ("sliding_window",)}
-#: What such a file may say of its rotation before and since transformers 5, and of windows when it has none.
+#: Keys checked separately: rotation (before and since transformers 5), and unused windows.
 _READ_BESIDE = {"rope_parameters", "rope_scaling", "rope_theta", "use_sliding_window"}
 
 Size = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the engine asks of a model's configuration, under transformers' names."""
+    """The configuration values that the engine needs, under transformers' names."""
 
     model_type: str
     hidden_act: str
@@ -107,12 +108,12 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     mlp_only_layers: list[int] = []
     decoder_sparse_step: int = 1
     num_local_experts: int = 0
-    #: transformers' own, where that has read it: some rotations are computed there.
+    #: transformers' configuration if it was read by transformers, which computes some rotations.
     source: Any = None
 
     @classmethod
     def of(cls, source: Any) -> ModelConfig:
-        """`source` is transformers' configuration of the model, which knows each family's defaults."""
+        """From transformers' configuration, which has each family's defaults."""
         found = {name: getattr(source, name, None) for name in cls.__struct_fields__}
         given = {name: value for name, value in found.items() if value is not None}
         given.setdefault("hidden_act", "silu")
@@ -125,7 +126,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def has_static_rope(self) -> bool:
-        """Whether all rotary positions can be computed ahead."""
+        """True if all rotary positions can be computed ahead."""
         rope = self.rope_parameters
         return (
             rope.get("rope_type", "default") in STATIC_ROPE_KINDS
@@ -134,9 +135,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Raises ConfigError for what no model has, and for what the engine does not serve."""
+    """Raises ConfigError for impossible or unserved values."""
     file = directory / "config.json"
-    raw = read_json(file)
+    raw = read_language_config(directory)
     check_config(file, raw)
     config = read_plain_config(raw) or _read_with_transformers(directory)
     if config.hidden_act not in ("silu", "swish"):
@@ -151,24 +152,30 @@ def read_config(directory: Path) -> ModelConfig:
     return config
 
 
+def read_language_config(directory: Path) -> dict[str, Any]:
+    """config.json; of a model that takes images, the language model's part."""
+    file = directory / "config.json"
+    return language_config(file, read_json(file))
+
+
 def check_config(file: Path, raw: dict[str, Any]) -> None:
-    """`raw` is the content of `file`. Raises ConfigError for the first value that cannot be."""
+    """`raw`: the language model's part of `file`. Raises ConfigError for the first impossible value."""
 
     def refuse(key: str, value: object, allowed: str) -> ConfigError:
         return ConfigError.bad_value(f"{file} {key}", value, allowed)
 
     if raw.get("model_type") not in FAMILIES:
-        raise refuse("model_type", raw.get("model_type"), f"one of {', '.join(FAMILIES)}")
+        raise refuse("model_type", raw.get("model_type"), f"one of {', '.join((*FAMILIES, MODEL_TYPE))}")
     if raw.get("quantization_config") is not None:
         raise refuse("quantization_config", raw["quantization_config"], _QUANTISED)
     if (quantised := file.with_name("hf_quant_config.json")).exists():
         raise ConfigError(f"model: {quantised} says that the checkpoint is quantised; expected {_QUANTISED}")
-    for key, most in _SIZES.items():
-        if not _is_size(raw.get(key), most):
-            raise refuse(key, raw.get(key), f"a whole number from 1 to {most}")
-    for key, most in _MORE_SIZES.items():
-        if raw.get(key) is not None and not _is_size(raw[key], most):
-            raise refuse(key, raw[key], f"a whole number from 1 to {most}, or null")
+    for key, limit in _SIZES.items():
+        if not _is_size(raw.get(key), limit):
+            raise refuse(key, raw.get(key), f"an integer from 1 to {limit}")
+    for key, limit in _MORE_SIZES.items():
+        if raw.get(key) is not None and not _is_size(raw[key], limit):
+            raise refuse(key, raw[key], f"an integer from 1 to {limit}, or null")
     if not _is_positive(raw.get("rms_norm_eps")):
         raise refuse("rms_norm_eps", raw.get("rms_norm_eps"), "a number above 0")
     if raw.get("rope_theta") is not None and not _is_positive(raw["rope_theta"]):
@@ -192,7 +199,7 @@ def _check_rope(file: Path, key: str, rope: object) -> None:
 
 
 def _check_counts(file: Path, raw: dict[str, Any]) -> None:
-    """What one key says must fit to what another one says."""
+    """Keys must agree with each other."""
     heads, kv_heads = raw["num_attention_heads"], raw.get("num_key_value_heads")
     if kv_heads is not None and heads % kv_heads:
         raise ConfigError.bad_value(f"{file} num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
@@ -214,8 +221,8 @@ def _check_counts(file: Path, raw: dict[str, Any]) -> None:
         )
 
 
-def _is_size(value: object, most: int) -> bool:
-    return type(value) is int and 1 <= value <= most
+def _is_size(value: object, limit: int) -> bool:
+    return type(value) is int and 1 <= value <= limit
 
 
 def _is_positive(value: object) -> bool:
@@ -223,10 +230,9 @@ def _is_positive(value: object) -> bool:
 
 
 def read_plain_config(raw: dict[str, Any]) -> ModelConfig | None:
-    """`raw` is the content of config.json. None: transformers has to read it.
+    """`raw`: the content of config.json. None if transformers must read it, for family defaults or unknown keys.
 
-    Its configuration classes import all of its modelling code: 80 MB and over a second of every engine's start. So a
-    file that leaves nothing to a family's defaults, and says nothing unknown, is read without it.
+    transformers would import all its modelling code: 80 MB and over a second of every engine's start.
     """
     rope = raw.get("rope_parameters") or {"rope_theta": raw.get("rope_theta")}
     family, layer_types = raw.get("model_type"), raw.get("layer_types") or ()
@@ -239,7 +245,7 @@ def read_plain_config(raw: dict[str, Any]) -> ModelConfig | None:
         or raw.get("rope_scaling") is not None
         or raw.get("use_sliding_window")
         or any(kind != "full_attention" for kind in layer_types)
-        # transformers reads a Mistral with layer types as a Ministral, of which only some layers have the window.
+        # transformers reads a Mistral with layer types as a Ministral: only some layers have the window.
         or (family == "mistral" and raw.get("layer_types") is not None)
         or any(key not in raw for key in _MUST_SAY.get(family, ()))
     ):
@@ -247,7 +253,7 @@ def read_plain_config(raw: dict[str, Any]) -> ModelConfig | None:
     said = {key: value for key, value in raw.items() if key not in _WITHOUT_EFFECT | _READ_BESIDE}
     try:
         config = msgspec.convert({k: v for k, v in said.items() if v is not None}, ModelConfig)
-    except (msgspec.ValidationError, UnicodeEncodeError):  # of half a surrogate pair
+    except (msgspec.ValidationError, UnicodeEncodeError):  # half a surrogate pair
         return None
     return msgspec.structs.replace(
         config,
@@ -262,25 +268,25 @@ def _read_with_transformers(directory: Path) -> ModelConfig:
     from transformers import AutoConfig
 
     try:
-        return ModelConfig.of(AutoConfig.from_pretrained(directory, local_files_only=True))
-    except Exception as error:  # its complaints are of many kinds
+        read = AutoConfig.from_pretrained(directory, local_files_only=True)
+        return ModelConfig.of(read.get_text_config())
+    except Exception as error:  # transformers raises many types
         reason = " ".join(str(error).split())
         raise ConfigError(f"model: {directory}/config.json is not a configuration: {reason}") from error
 
 
-# Is a checkpoint directory whole? Read from file names, sizes and headers, before anything big is loaded: transformers
-# would give random numbers to a weight that is missing, and ignore one that is too many, such as the bias that
-# config.json does not mention.
+# Is the checkpoint complete? Checked by file names, sizes and headers before anything big is loaded: transformers would
+# give random numbers to a missing weight, and ignore an extra one, such as a bias that config.json does not mention.
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-#: What the embedded engine converts to its own dtype without losing more than digits.
+#: dtypes that the embedded engine converts to its own, losing only precision.
 _DTYPES = ("F32", "BF16", "F16", "F64")
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
-#: Numbers that are computed, and that older checkpoints hold all the same.
+#: Computed numbers that older checkpoints also store.
 _COMPUTED = "rotary_emb.inv_freq"
-#: The last part of a quantised weight's name, or of what belongs to one.
+#: Last parts of names in quantised checkpoints.
 _QUANTISED_PARTS = {
     "qweight",
     "qzeros",
@@ -296,7 +302,7 @@ Shape = tuple[int, ...]
 
 
 def expected_weights(config: ModelConfig) -> dict[str, Shape]:
-    """Every weight of the plain decoder that `config` describes, and its shape."""
+    """Name and shape of every weight of the plain decoder `config`."""
     hidden = config.hidden_size
     expected: dict[str, Shape] = {
         f"{EMBEDDING}.weight": (config.vocab_size, hidden),
@@ -311,29 +317,29 @@ def expected_weights(config: ModelConfig) -> dict[str, Shape]:
 
 
 def _check_names_and_shapes(directory: Path, config: ModelConfig, found: Mapping[str, Shape]) -> None:
-    if not any(name.startswith("model.") for name in found):  # of the model without its head
+    if not any(name.startswith("model.") for name in found):  # a model without its head
         found = {name if name.startswith(HEAD) else f"model.{name}": shape for name, shape in found.items()}
     expected = expected_weights(config)
     require_all(directory, sorted(expected.keys() - found.keys()), found.keys() - expected.keys(), config)
     for name, shape in expected.items():
         if found[name] != shape:
             raise ConfigError(
-                f"model: {directory}: {name} has shape {list(found[name])}, where config.json asks for "
+                f"model: {directory}: {name} has shape {list(found[name])}, but config.json requires "
                 f"{list(shape)}; correct config.json, or copy the checkpoint again"
             )
 
 
 def require_all(directory: Path, missing: Seq[str], extra: Iterable[str], config: ModelConfig) -> None:
-    """Raises ConfigError for weights that are missing, or too many and not harmless."""
+    """Raises ConfigError for missing weights, and for extra ones that are not harmless."""
     if missing:
         raise ConfigError(
-            f"model: {directory} lacks {len(missing)} weights that its config.json asks for: {shown(missing)}; "
+            f"model: {directory} lacks {len(missing)} weights that config.json requires: {shown(missing)}; "
             "copy the checkpoint again, or correct config.json"
         )
     if harmful := sorted(name for name in extra if not _is_harmless(name, config)):
         raise ConfigError(
-            f"model: {directory} has {len(harmful)} weights that its config.json has no place for: {shown(harmful)}; "
-            "correct config.json (num_hidden_layers, attention_bias, ...), or leave them out"
+            f"model: {directory} has {len(harmful)} weights that config.json does not describe: {shown(harmful)}; "
+            "correct config.json (num_hidden_layers, attention_bias, ...), or remove them"
         )
 
 
@@ -360,20 +366,22 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> Iterator[tuple[st
 
 
 def _is_harmless(name: str, config: ModelConfig) -> bool:
-    """Another copy of the embedding, or numbers that are computed."""
+    """True for another copy of the embedding, and for computed numbers."""
     return name.endswith(_COMPUTED) or (name == f"{HEAD}.weight" and config.tie_word_embeddings)
 
 
 def shown(names: Iterable[str]) -> str:
-    """The first of many."""
+    """The first names, for a message."""
     first = list(names)
     return ", ".join(first[:3]) + (", ..." if len(first) > 3 else "")
 
 
-def check_weight_files(directory: Path, config: ModelConfig, *, any_dtype: bool) -> None:
-    """Raises ConfigError for missing or truncated files, and for weights that are quantised, of another type than plain
-    floats, or of several dtypes unless `any_dtype`; for a plain decoder also for weights that are not those of
-    `config`, which transformers says of the other families.
+def check_weight_files(
+    directory: Path, config: ModelConfig, *, any_dtype: bool, takes_images: bool = False
+) -> None:
+    """Raises ConfigError for missing or truncated files; quantised or non-float weights; several dtypes unless
+    `any_dtype`; and for a plain decoder, weights that differ from `config` (transformers checks other families, and
+    the tower of a model that `takes_images`).
     """
     found = _weights(directory)
     if quantised := sorted(name for name in found if name.rpartition(".")[2] in _QUANTISED_PARTS):
@@ -381,7 +389,8 @@ def check_weight_files(directory: Path, config: ModelConfig, *, any_dtype: bool)
             f"model: {directory} is quantised ({shown(quantised)}); expected float32, bfloat16 or float16 weights"
         )
     if config.is_plain_family:
-        _check_names_and_shapes(directory, config, {name: tuple(t["shape"]) for name, t in found.items()})
+        shapes = {name: tuple(tensor["shape"]) for name, tensor in found.items()}
+        _check_names_and_shapes(directory, config, language_weights(shapes) if takes_images else shapes)
     dtypes: dict[str, str] = {}
     for name, tensor in found.items():
         if tensor["dtype"] not in _DTYPES:
@@ -392,13 +401,13 @@ def check_weight_files(directory: Path, config: ModelConfig, *, any_dtype: bool)
     if len(dtypes) > 1 and not any_dtype:
         listed = ", ".join(f"{dtype} ({where})" for dtype, where in dtypes.items())
         raise ConfigError(
-            f"dtype: 'auto' is not allowed for {directory}: its weights are of several: {listed}; "
+            f"dtype: 'auto' is not allowed for {directory}: its weights have several dtypes: {listed}; "
             "expected float32 or bfloat16, to which all are converted"
         )
 
 
 def weight_places(directory: Path) -> dict[str, str]:
-    """Weight -> file. Raises ConfigError for a file that is missing, or an index that is none."""
+    """Weight -> file. Raises ConfigError for a missing file or an invalid index."""
     index = directory / _INDEX
     if not index.exists():
         if not (directory / _SINGLE).is_file():
@@ -419,7 +428,7 @@ def weight_places(directory: Path) -> dict[str, str]:
 
 
 def count_weights(directory: Path) -> int:
-    """Numbers in a checkpoint that is whole."""
+    """Number of parameters in a complete checkpoint."""
     return sum(math.prod(tensor["shape"]) for tensor in _weights(directory).values())
 
 
@@ -435,21 +444,19 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _weights(directory: Path) -> dict[str, dict[str, Any]]:
-    """Weight -> dtype, shape, file, of a checkpoint that has its files. Raises ConfigError when a file lacks a
-    weight that the index has there.
-    """
+    """Weight -> dtype, shape, file. Raises ConfigError if a file lacks a weight that the index places there."""
     places = weight_places(directory)
     headers = {file: _header(directory / file) for file in set(places.values())}
     if lost := sorted(name for name, file in places.items() if name not in headers[file]):
         raise ConfigError(
-            f"model: {directory / places[lost[0]]} lacks {lost[0]}, which {_INDEX} says is there; copy it again"
+            f"model: {directory / places[lost[0]]} lacks {lost[0]}, which {_INDEX} places there; copy it again"
         )
     return {name: headers[file][name] | {"file": file} for name, file in places.items()}
 
 
 def _header(path: Path) -> dict[str, dict[str, Any]]:
-    """Tensor name -> dtype, shape. Raises ConfigError when the file is not all there."""
-    # Here, as a worker that runs TensorRT-LLM asks for the fingerprint only, and needs no safetensors.
+    """Tensor name -> dtype, shape. Raises ConfigError for an incomplete file."""
+    # Imported here: a worker with TensorRT-LLM needs only the fingerprint, and may lack safetensors.
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -458,19 +465,19 @@ def _header(path: Path) -> dict[str, dict[str, Any]]:
         return {name: {"dtype": part.get_dtype(), "shape": part.get_shape()} for name, part in parts.items()}
     except (OSError, SafetensorError) as error:
         raise ConfigError(
-            f"model: {path} is no safetensors file, or not all of one: {error}; copy it again"
+            f"model: {path} is not a complete safetensors file: {error}; copy it again"
         ) from error
 
 
 def check_tokenizer(path: Path, vocab_size: int) -> None:
-    """Raises ConfigError for one that knows tokens which the model does not."""
+    """Raises ConfigError for a tokenizer with tokens that the model lacks."""
     if not path.exists():
         return
     tokenizer = read_json(path)
     try:
         highest = max(_token_ids(tokenizer), default=0)
     except (TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"model: {path} is no tokenizer: {error!r} in its vocabulary") from error
+        raise ConfigError(f"model: {path} is not a tokenizer: {error!r} in its vocabulary") from error
     if highest >= vocab_size:
         raise ConfigError(
             f"model: {path} knows token {highest}; vocab_size {vocab_size} of config.json allows at most "

@@ -1,4 +1,4 @@
-"""A model's properties without loading torch: from config.json, the weights' headers and the arguments."""
+"""A model's properties by config.json, the weights' headers and the arguments, without torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trtllm_disagg.common.model_directory import fingerprint
+from trtllm_disagg.engines.embedded.ipc.messages import ImageTokens
 from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 from trtllm_disagg.engines.embedded.params.model_config import (
     ModelConfig,
@@ -17,10 +19,11 @@ from trtllm_disagg.engines.embedded.params.model_config import (
     check_weight_files,
     read_config,
     read_json,
+    read_language_config,
     read_plain_config,
 )
+from trtllm_disagg.engines.embedded.params.vision_config import image_tokens
 from trtllm_disagg.errors import ConfigError
-from trtllm_disagg.model_directory import fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -32,14 +35,16 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The properties of a model that the engine needs."""
+    """The model properties that the engine needs."""
 
     config: ModelConfig
     end_ids: list[int]
-    #: float32 or bfloat16: the weights' dtype in the checkpoint and the KV pool's, whatever dtype computes.
+    #: float32 or bfloat16: dtype of the checkpoint and the KV pool; computation may use another.
     dtype: str
-    #: Hash of configuration and weights: two workers of one deployment must agree on it.
+    #: Hash of configuration and weights; a deployment's workers must agree on it.
     fingerprint: str
+    #: None for a model that takes no images.
+    image_tokens: ImageTokens | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -57,7 +62,7 @@ class ModelShape:
 
 
 def read_shape(directory: Path, dtype: str) -> ModelShape:
-    """Raises ConfigError for what cannot be served, before anything big is loaded."""
+    """Raises ConfigError for an unservable model, before anything big is loaded."""
     config = read_config(directory)
     shape = _shape_of(directory, config, dtype)
     check_tokenizer(directory / "tokenizer.json", config.vocab_size)
@@ -65,20 +70,23 @@ def read_shape(directory: Path, dtype: str) -> ModelShape:
 
 
 def check_arguments(arguments: dict[str, Any]) -> None:
-    """`check_model` for the arguments of LLM(...); one that is a name on the hub is left to the engine."""
+    """`check_model` for the arguments of LLM(...); the engine checks a name on the hub."""
     args = LlmArgs.model_validate(arguments)
     if (Path(args.model) / _CONFIG).is_file():
         check_model(args)
 
 
 def check_model(args: LlmArgs) -> None:
-    """What is wrong with the model, or with its arguments for the model, in milliseconds; the engine checks all of it.
+    """Raises ConfigError for a model or arguments that do not fit, within milliseconds.
 
-    Raises ConfigError. A tokenizer may be large, and a configuration may need transformers: they are the engine's.
+    The engine checks the rest: a tokenizer may be large, and a configuration may need transformers.
     """
     directory = Path(args.model)
-    raw = read_json(directory / _CONFIG)
+    raw = read_language_config(directory)
     check_config(directory / _CONFIG, raw)
+    if args.tensor_parallel_size > 1 and _image_tokens(directory, raw):
+        allowed = "1 for a model that takes images"
+        raise ConfigError.bad_value("tensor_parallel_size", args.tensor_parallel_size, allowed)
     if (config := read_plain_config(raw)) is None:
         return
     shape = _shape_of(directory, config, args.dtype)
@@ -88,18 +96,25 @@ def check_model(args: LlmArgs) -> None:
 
 
 def _shape_of(directory: Path, config: ModelConfig, dtype: str) -> ModelShape:
-    check_weight_files(directory, config, any_dtype=dtype != "auto")
-    raw = read_json(directory / _CONFIG)
+    raw = read_language_config(directory)
+    images = _image_tokens(directory, raw)
+    check_weight_files(directory, config, any_dtype=dtype != "auto", takes_images=images is not None)
     return ModelShape(
         config=config,
         end_ids=_end_ids(directory, raw),
         dtype=_dtype(raw, dtype),
         fingerprint=fingerprint(directory),
+        image_tokens=images,
     )
 
 
+def _image_tokens(directory: Path, language: dict[str, Any]) -> ImageTokens | None:
+    file = directory / _CONFIG
+    return image_tokens(file, read_json(file), language["vocab_size"])
+
+
 def max_seq_len(args: LlmArgs, shape: ModelShape) -> int:
-    """Tokens of prompt and answer together."""
+    """Maximum tokens of prompt and answer together."""
     if args.max_seq_len is None:
         return shape.config.max_position_embeddings
     if args.max_seq_len > shape.config.max_position_embeddings:
@@ -112,20 +127,18 @@ def max_seq_len(args: LlmArgs, shape: ModelShape) -> int:
 
 
 def require_memory(args: LlmArgs, shape: ModelShape, free: int) -> None:
-    """Raises ConfigError for a stated size that `free` bytes are not enough for."""
-    wanted, most = args.kv_cache_config.max_tokens, free // shape.token_bytes
-    if wanted is not None and wanted > most:
+    """Raises ConfigError if a stated size exceeds `free` bytes."""
+    wanted, room = args.kv_cache_config.max_tokens, free // shape.token_bytes
+    if wanted is not None and wanted > room:
         raise ConfigError.bad_value(
             "kv_cache_config.max_tokens",
             wanted,
-            f"at most {most}: a KV token of this model takes {shape.token_bytes} bytes, and {free >> 20} MiB are free",
+            f"at most {room}: a KV token of this model takes {shape.token_bytes} bytes, and {free >> 20} MiB are free",
         )
 
 
 def _end_ids(directory: Path, config: dict[str, Any]) -> list[int]:
-    """End-of-sequence ids: generation_config.json's when it has some, else config.json's. Raises ConfigError for others
-    than ids.
-    """
+    """End-of-sequence ids of generation_config.json, else of config.json. Raises ConfigError for invalid ids."""
     generation = directory / "generation_config.json"
     found = read_json(generation).get("eos_token_id") if generation.exists() else None
     file = generation
@@ -160,18 +173,16 @@ def _has_cuda_driver() -> bool:
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
-#: The folder of a hierarchy that limits memory, by the controllers that /proc/self/cgroup names: version 2, version 1.
+#: Folder of the memory hierarchy by controllers in /proc/self/cgroup: version 2, version 1.
 _HIERARCHIES = {"": ".", "memory": "memory"}
-#: Files of a control group: its limit and what it uses, in version 2 and in version 1.
+#: A control group's files for limit and use: version 2, version 1.
 _LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
-#: Lines of memory.stat: the page cache in version 2 and in version 1, without what lies in /dev/shm.
+#: Lines of memory.stat with the page cache, /dev/shm excluded: version 2, version 1.
 _CACHES = ({"inactive_file", "active_file"}, {"total_inactive_file", "total_active_file"})
 
 
 def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Memory that could be taken without swapping, and within the limits of a container; the page cache counts as
-    available.
-    """
+    """Bytes available without swapping, within the container's limits; includes the page cache."""
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     of_machine = int(fields["MemAvailable"].split()[0]) * 1024
     return max(0, min([of_machine, *_left_by_limits(proc, cgroups)]))
@@ -180,14 +191,14 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
 def _left_by_limits(proc: Path, cgroups: Path) -> Iterator[int]:
     for group in _control_groups(proc, cgroups):
         for (limit, used), caches in zip(_LIMITS, _CACHES, strict=True):
-            # No such file: another version. No number: "max".
+            # No such file: other version. Not a number: "max".
             with suppress(OSError, ValueError):
-                most, taken = (int((group / name).read_text()) for name in (limit, used))
-                yield most - taken + _cached(group, caches)
+                room, in_use = (int((group / name).read_text()) for name in (limit, used))
+                yield room - in_use + _cached(group, caches)
 
 
 def _control_groups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """From this process's own up to the root, which in a container is the container's."""
+    """From this process's group up to the root (in a container: the container's)."""
     with suppress(OSError):
         for line in (proc / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)

@@ -1,6 +1,4 @@
-"""What a request brings besides its prompt: SamplingParams, GuidedDecodingParams, SchedulingParams and
-DisaggregatedParams as TensorRT-LLM's LLM API has them.
-"""
+"""A request's parameters as in TensorRT-LLM's LLM API: for sampling, guided decoding, scheduling, disaggregation."""
 
 from __future__ import annotations
 
@@ -11,14 +9,13 @@ from enum import IntEnum
 from operator import attrgetter
 from typing import Any
 
-#: TensorRT-LLM's, and one more: what the cache has of a prompt, as a handoff; nothing is computed.
-REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation", "cached_only")
+REQUEST_TYPES = ("context_only", "generation_only", "context_and_generation")
 MIN_GLOBAL_ID = 1 << 40
 
 
 @dataclass(slots=True, kw_only=True)
 class GuidedDecodingParams:
-    """At most one of the fields may be set. `json` is a schema: text, a dict, or a pydantic model."""
+    """At most one field may be set. `json` is a schema: text, a dict, or a pydantic model."""
 
     json: str | dict[str, Any] | Any | None = None
     regex: str | None = None
@@ -34,15 +31,15 @@ class GuidedDecodingParams:
 
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the next token. Unset temperature, top_k and top_p mean greedy, as in TensorRT-LLM.
+    """How to choose the next token. Without temperature, top_k and top_p: greedy, as in TensorRT-LLM.
 
-    `seed` keys every draw together with the token's position, so a request gives the same tokens whatever else
-    runs beside it and wherever its prefill happened.
+    Each draw depends on `seed` and the token's position, so a request gives the same tokens in any batch, wherever its
+    prefill ran.
     """
 
     end_id: int | None = None
     pad_id: int | None = None
-    #: None: as many as max_seq_len leaves room for.
+    #: None: up to max_seq_len.
     max_tokens: int | None = 32
     bad: str | list[str] | None = None
     bad_token_ids: list[int] | None = None
@@ -102,7 +99,7 @@ class SamplingParams:
             self.guided_decoding._validate()
 
 
-#: Fields of SamplingParams that the embedded engine does not serve. Setting one is refused by name, never ignored.
+#: Fields that the embedded engine does not serve: refused by name, never ignored.
 _UNSERVED = (
     "embedding_bias",
     "logits_processor",
@@ -139,17 +136,17 @@ _RANGES: tuple[tuple[str, float, float, str], ...] = (
     ("prompt_logprobs", 0, 64, "between 0 and 64"),
 )
 
-#: Every request is asked for these.
+#: Checked for every request.
 _unserved = attrgetter(*_UNSERVED)
 _ranged = attrgetter(*(name for name, *_ in _RANGES))
 
 
 def validate_sampling_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ValueError naming the field, the value and what is allowed; NotImplementedError for an unserved one."""
+    """Raise ValueError naming field, value and what is allowed; NotImplementedError for an unserved field."""
     if any(values := _unserved(params)):
         name = next(name for name, value in zip(_UNSERVED, values, strict=True) if value)
         raise NotImplementedError(f"SamplingParams.{name} is not served by the embedded engine")
-    if params.thinking_token_budget is not None:  # 0 is a budget, too
+    if params.thinking_token_budget is not None:  # 0 is a budget
         raise NotImplementedError(
             "SamplingParams.thinking_token_budget (max_thinking_tokens) is not served by the embedded engine"
         )
@@ -174,10 +171,17 @@ def _check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class SchedulingParams:
-    """Attention data parallelism has one rank here, so there is nothing to choose."""
+    """Attention DP has one rank here, so there is nothing to choose."""
 
     attention_dp_rank: int | None = None
     attention_dp_relax: bool | None = None
+
+
+@dataclass
+class ConversationParams:
+    """Groups requests on attention-DP ranks; here there is one rank."""
+
+    conversation_id: str | None = None
 
 
 class DisaggScheduleStyle(IntEnum):
@@ -189,8 +193,8 @@ class DisaggScheduleStyle(IntEnum):
 class DisaggregatedParams:
     """The handoff from one phase to the other.
 
-    `opaque_state` belongs to the engine: which engine holds the KV, in which blocks. `first_gen_log_probs` has one dict
-    (token id -> Logprob) for the first token.
+    `opaque_state`: which engine holds the KV, in which blocks. `first_gen_log_probs`: one dict (token id -> Logprob)
+    for the first token. `multimodal_hashes`: eight signed 32-bit numbers per image, the digest of its content.
     """
 
     request_type: str | None = None
@@ -220,8 +224,8 @@ class DisaggregatedParams:
 
 
 def get_global_disagg_request_id(node_id: int, process_id: int = 0) -> int:
-    """A request id that no other process makes: node (8 bits), process (6), and 49 random bits where TensorRT-LLM has
-    the clock and a counter, since engines meet by it and no other program is to guess it.
+    """A unique request id: node (8 bits), process (6), and 49 random bits in place of TensorRT-LLM's clock and counter,
+    since engines meet by it and no other program may guess it.
 
     Raises ValueError for a node_id outside [0, 256) or a process_id outside [0, 64).
     """

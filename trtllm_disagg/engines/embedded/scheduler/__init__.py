@@ -1,1 +1,1 @@
-"""Which sequences run in the next step, and with which KV blocks."""
+"""Chooses the sequences of the next step and their KV blocks."""

@@ -1,8 +1,8 @@
-"""Which sequences may start and how many KV blocks that takes: TensorRT-LLM's capacity policies.
+"""TensorRT-LLM's capacity policies: which sequences may start, with how many KV blocks.
 
-Under every policy paused sequences go first, in the order of their admission; no sequence overtakes the first in
-line; and the one admitted longest ago is paused only when all blocks that it lacks are held by a lease or by a read,
-which end by themselves. So every step advances at least one sequence, and a full KV pool is no deadlock.
+Under every policy, paused sequences go first, in order of admission, and no sequence overtakes the first in line. The
+oldest one is paused only if leases or reads hold all blocks that it lacks, and those end by themselves. So every step
+advances at least one sequence, and a full KV pool is no deadlock.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from operator import attrgetter
 from trtllm_disagg.engines.embedded.ipc.messages import Admission
 from trtllm_disagg.engines.embedded.kv_cache.block_manager import ROOT, BlockManager
 from trtllm_disagg.engines.embedded.kv_cache.memory import PartialReuse, SwapSpace
+from trtllm_disagg.engines.embedded.kv_cache.virtual_ids import parts_of, wide_ids
 from trtllm_disagg.engines.embedded.params.llm_args import CapacitySchedulerPolicy, LlmArgs
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence, Status
 from trtllm_disagg.errors import InvalidRequestError, OverloadedError
@@ -23,12 +24,11 @@ _BY_AGE = attrgetter("admission_number")
 
 
 class Capacity:
-    """By the policy that the arguments of LLM(...) name.
+    """Applies the policy in the arguments of LLM(...).
 
-    GUARANTEED_NO_EVICT: the blocks of the longest possible answer at once, so a sequence that has started is never
-    paused. STATIC_BATCH: the same, and as many as fit start together; the next ones start when all of these are done.
-    MAX_UTILIZATION: blocks for what is known now, and one more whenever it is needed; when there is none, the last one
-    admitted is paused.
+    GUARANTEED_NO_EVICT: allocates for the longest possible answer, so a started sequence is never paused.
+    STATIC_BATCH: the same, but the next sequences start only when all running ones are done. MAX_UTILIZATION:
+    allocates for the known tokens, and one more block on demand; without one, pauses the last admitted sequence.
     """
 
     def __init__(self, args: LlmArgs, blocks: BlockManager) -> None:
@@ -36,27 +36,27 @@ class Capacity:
         self._is_static = policy is CapacitySchedulerPolicy.STATIC_BATCH
         self._pauses = policy is CapacitySchedulerPolicy.MAX_UTILIZATION
         self._blocks = blocks
-        #: A paused sequence goes on when at least so many blocks are left then.
+        #: Blocks that resuming a paused sequence must leave free.
         self._spare_to_resume = int(blocks.num_blocks * (1 - args.kv_cache_config.max_util_for_resume))
 
     def admits(self, num_active: int) -> bool:
-        """Whether a sequence may start while so many are active."""
+        """True if a sequence may start while `num_active` are active."""
         return not (self._is_static and num_active)
 
     def tokens_to_start(self, sequence: Sequence) -> int:
-        """It starts when it has blocks for so many tokens."""
+        """Number of tokens that need blocks at the start."""
         return len(sequence.tokens) if self._pauses else sequence.max_kv_tokens
 
     def headroom(self, sequence: Sequence, running: Seq[Sequence]) -> int:
-        """Blocks that its start must leave to the others: those of the next step, else it would be paused at once."""
+        """Blocks that its start must leave for the others' next step, or it would be paused at once."""
         if not self._pauses or not running:
             return 0
         spare = self._spare_to_resume if sequence.status is Status.PAUSED else 0
         return max(spare, sum(map(self._lacks_block, running)))
 
     def grow(self, running: Seq[Sequence], pause: Callable[[Sequence], None]) -> None:
-        """Afterwards every sequence that decodes in this step has a block for it, or is paused. `pause` frees blocks
-        and takes the sequence out of `running`.
+        """Give every decoding sequence a block for this step, or pause it. `pause` frees blocks and takes the sequence
+        out of `running`.
         """
         if not self._pauses:
             return
@@ -71,8 +71,8 @@ class Capacity:
 
 
 def require_room(sequence: Sequence, blocks: BlockManager) -> None:
-    """Raise InvalidRequestError when the longest possible answer needs more blocks than the pool has; OverloadedError
-    when it needs more than are not in quarantine: that is no fault of the prefill worker, and passes.
+    """Raise InvalidRequestError if the longest possible answer needs more blocks than the pool has; OverloadedError if
+    only quarantined blocks are missing: that passes, and is not the prefill worker's fault.
     """
     size = blocks.tokens_per_block
     wanted, usable = -(-sequence.max_kv_tokens // size), blocks.num_blocks - blocks.num_quarantined
@@ -93,13 +93,13 @@ class Plan:
 
     sequence: Sequence
     keys: list[bytes]
-    #: Blocks that hold the start of its prompt already, and how many more it takes.
+    #: Cached blocks of the prompt's start, and the number of further ones.
     known: list[int]
     wanted: int
 
 
 class Reservations:
-    """The blocks of one sequence: what it takes to let it run, and how it gives them up without losing its tokens."""
+    """Gives sequences their blocks, and takes them back without losing tokens."""
 
     def __init__(self, blocks: BlockManager, partial: PartialReuse, swap: SwapSpace) -> None:
         self._blocks = blocks
@@ -107,7 +107,7 @@ class Reservations:
         self.swap = swap
 
     def plan(self, sequence: Sequence, num_tokens: int, headroom: int) -> Plan | None:
-        """Blocks for `num_tokens`, with `headroom` more left for others; None when there are not enough now."""
+        """Blocks for `num_tokens`, leaving `headroom` for others; None if there are too few now."""
         keys = self._usable_keys(sequence)
         known = self._blocks.match(keys)
         wanted = -(-num_tokens // self._blocks.tokens_per_block) - len(known)
@@ -116,7 +116,7 @@ class Reservations:
         return Plan(sequence, keys, known, wanted)
 
     def carry_out(self, plan: Plan) -> None:
-        """The sequence has its blocks, and in them all of its KV that could be found."""
+        """Give the sequence its blocks, with all cached KV in them."""
         sequence, size = plan.sequence, self._blocks.tokens_per_block
         # Acquire first: otherwise allocating might evict a known block.
         self._blocks.acquire(plan.known)
@@ -134,7 +134,7 @@ class Reservations:
         self._restore(sequence, len(plan.known))
 
     def give_up(self, sequence: Sequence) -> None:
-        """Free its blocks; its KV is saved if there is room, and else computed again."""
+        """Free its blocks. Saves the KV if there is room, else it is recomputed."""
         sequence.saved = self.swap.save(sequence.blocks, sequence.num_computed)
         self._blocks.release(sequence.blocks)
         sequence.blocks, sequence.keys, sequence.num_computed = [], [], 0
@@ -153,18 +153,19 @@ class Reservations:
             self.forget(sequence)
 
     def _usable_keys(self, sequence: Sequence) -> list[bytes]:
-        """Keys of the prompt's full blocks, as far as their KV is of use."""
+        """Keys of the prompt's full blocks with reusable KV."""
         if sequence.prompt_keys is None:
             prompt = sequence.tokens[: sequence.num_prompt]
-            sequence.prompt_keys = self._blocks.prompt_keys(prompt, sequence.salt)
+            sequence.prompt_keys = self._blocks.prompt_keys(prompt, sequence.salt, sequence.images)
         if sequence.has_first_token:
             return sequence.prompt_keys
         return sequence.prompt_keys[: sequence.num_reusable // self._blocks.tokens_per_block]
 
     def _start(self, plan: Plan) -> Seq[int]:
-        """The tokens after the known blocks, where the start of another block would save work."""
+        """The tokens after the known blocks, if part of another block would save work."""
         sequence, size = plan.sequence, self._blocks.tokens_per_block
         if sequence.saved is not None or sequence.wants_kv:
             return ()
         begin = len(plan.known) * size
-        return sequence.tokens[begin : min(begin + size, sequence.num_reusable)]
+        end = min(begin + size, sequence.num_reusable)
+        return wide_ids(sequence.tokens[begin:end], parts_of(sequence.images, begin, end))

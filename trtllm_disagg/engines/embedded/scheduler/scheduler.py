@@ -1,10 +1,9 @@
-"""Which sequences run in the next step: decode rows first, then prefill chunks with the rest of the token budget. Which
-sequences may start, with how many KV blocks and where those come from, is `capacity.py`.
+"""Chooses the sequences of the next step: decode rows first, then prefill chunks with the rest of the token budget.
+`capacity.py` decides which sequences may start and gives them KV blocks.
 
-Prompts share a budget by TensorRT-LLM's context chunking policies. A chunk that does not finish its prompt ends on a
-multiple of `alignment` tokens from the prompt's start, whatever the policy: that keeps float32 exact
-(docs/decisions/0002-tiles.md). It is also the unit that EQUAL_PROGRESS and FORCE_CHUNK hand out. No prompt overtakes
-one that waits for room, so none waits for ever.
+Prompts share the budget by TensorRT-LLM's context chunking policies. A chunk that does not finish its prompt ends on a
+multiple of `alignment` tokens from the prompt's start, which keeps float32 exact (docs/decisions/0002-tiles.md); it is
+also the unit of EQUAL_PROGRESS and FORCE_CHUNK. No prompt overtakes one that waits for room, so none waits for ever.
 """
 
 from __future__ import annotations
@@ -17,47 +16,46 @@ from dataclasses import dataclass
 
 from trtllm_disagg.engines.embedded.kv_cache.block_manager import BlockManager, KvEventLog
 from trtllm_disagg.engines.embedded.kv_cache.memory import KvMemory, PartialReuse, SwapSpace
+from trtllm_disagg.engines.embedded.kv_cache.virtual_ids import parts_of, real_ids
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
 from trtllm_disagg.engines.embedded.params.llm_args import ContextChunkingPolicy, KvCacheConfig, LlmArgs
 from trtllm_disagg.engines.embedded.scheduler.capacity import Capacity, Plan, Reservations
 from trtllm_disagg.engines.embedded.scheduler.sequence import Sequence, Status
 from trtllm_disagg.errors import ConfigError
 
-#: The most prompt tiles per step of which all logits are computed.
-_MOST_TILES_OF_LOGITS = 8
-#: The swap space as a share of the pool when `embedded.swap_tokens` is not set.
+#: Maximum prompt tiles per step with all logits.
+_MAX_TILES_OF_LOGITS = 8
+#: Swap space as a share of the pool, without `embedded.swap_tokens`.
 _DEFAULT_SWAP = 1 / 4
 
 
 class Chunking:
-    """The prompts' shares of a step, by the policy that the arguments of LLM(...) name. Each prompt gets its own from
-    what the earlier ones have left, up to the first prompt that gets nothing.
+    """The prompts' shares of a step, by the policy in the arguments of LLM(...). Each prompt draws on the budget that
+    the earlier ones left, up to the first prompt that gets nothing.
 
-    FIRST_COME_FIRST_SERVED: all that it can use. FORCE_CHUNK: one unit, even where more would fit: the shortest steps,
-    so the steadiest decoding. EQUAL_PROGRESS: a unit for each prompt in turn, until the budget is used: short prompts
-    are not stuck behind long ones. Without enable_chunked_prefill none of them applies, as in TensorRT-LLM: a prompt
-    runs in one step, or waits for an emptier one.
+    FIRST_COME_FIRST_SERVED: all that it can use. FORCE_CHUNK: one unit, for short steps and steady decoding.
+    EQUAL_PROGRESS: a unit for each prompt in turn, so that short prompts do not wait behind long ones. Without
+    enable_chunked_prefill none applies, as in TensorRT-LLM: a prompt runs in one step, or waits for an emptier one.
     """
 
     def __init__(self, args: LlmArgs, alignment: int) -> None:
         self._unit = alignment
         policy = args.scheduler_config.context_chunking_policy if args.enable_chunked_prefill else None
-        self._takes_turns = policy is ContextChunkingPolicy.EQUAL_PROGRESS
-        self._takes_units = self._takes_turns or policy is ContextChunkingPolicy.FORCE_CHUNK
-        #: Only a prompt with KV from another engine can be longer than any step. If that KV is lost to preemption, the
-        #: prompt is computed here after all, and then in pieces.
+        self._alternates = policy is ContextChunkingPolicy.EQUAL_PROGRESS
+        self._takes_units = self._alternates or policy is ContextChunkingPolicy.FORCE_CHUNK
+        #: Only a prompt with KV from a peer can be longer; if preemption loses that KV, it is computed here in chunks.
         self._longest_whole = 0 if args.enable_chunked_prefill else args.max_num_tokens
 
     def share(self, prompts: Seq[Sequence], budget: int) -> list[int]:
-        """Tokens of this step for each of `prompts`, in order; together at most `budget`."""
+        """This step's tokens for each of `prompts`, together at most `budget`."""
         shares = [0] * len(prompts)
         for i, sequence in enumerate(prompts):
             shares[i] = self._first_share(sequence, budget)
             if not shares[i]:
                 break
             budget -= shares[i]
-        if self._takes_turns:
-            self._take_turns(prompts, shares, budget)
+        if self._alternates:
+            self._alternate(prompts, shares, budget)
         self._bound_logits(prompts, shares)
         return shares
 
@@ -68,7 +66,7 @@ class Chunking:
         must_wait = budget < sequence.num_prompt - sequence.num_computed <= self._longest_whole
         return 0 if must_wait else self._piece(sequence, budget)
 
-    def _take_turns(self, prompts: Seq[Sequence], shares: list[int], budget: int) -> None:
+    def _alternate(self, prompts: Seq[Sequence], shares: list[int], budget: int) -> None:
         growing = [i for i, share in enumerate(shares) if share]
         while growing:
             still = []
@@ -81,37 +79,36 @@ class Chunking:
             growing = still
 
     def _bound_logits(self, prompts: Seq[Sequence], shares: list[int]) -> None:
-        """Cut where a request asks for logprobs of its prompt: the logits of a token are as many numbers as there are
-        tokens in the vocabulary, so those of a whole step may not fit into the memory.
+        """Cut the shares of requests for prompt logprobs: logits have the vocabulary's size per token, so those of a
+        whole step may not fit into memory.
         """
-        left = _MOST_TILES_OF_LOGITS * self._unit
+        left = _MAX_TILES_OF_LOGITS * self._unit
         for i, sequence in enumerate(prompts):
             if sequence.num_scored < sequence.num_prompt:
                 shares[i] = self._piece(sequence, min(shares[i], left))
                 left -= shares[i]
 
-    def _piece(self, sequence: Sequence, most: int) -> int:
-        """What is left of the prompt; if that is above `most`, fewer, so that the chunk ends on a multiple."""
-        left, end = sequence.num_prompt - sequence.num_computed, sequence.num_computed + most
-        return left if left <= most else max(0, most - end % self._unit)
+    def _piece(self, sequence: Sequence, limit: int) -> int:
+        """The rest of the prompt, or at most `limit` tokens that end on a multiple of the unit."""
+        left, end = sequence.num_prompt - sequence.num_computed, sequence.num_computed + limit
+        return left if left <= limit else max(0, limit - end % self._unit)
 
-    def _next_unit(self, sequence: Sequence, taken: int) -> int:
-        """The number of tokens from `taken` on to the next multiple of the unit, or to the prompt's end."""
-        start = sequence.num_computed + taken
+    def _next_unit(self, sequence: Sequence, given: int) -> int:
+        """Number of tokens from `given` to the next multiple of the unit, or to the prompt's end."""
+        start = sequence.num_computed + given
         return min(sequence.num_prompt, start - start % self._unit + self._unit) - start
 
 
-class Row(ForwardRow):
-    """The tokens of one sequence that go through the model in one step.
-
-    The fields keep their values from when the step was scheduled.
-    """
+class Row(ForwardRow, kw_only=True):
+    """A sequence's tokens in one step. The fields keep their values from when the step was scheduled."""
 
     sequence: Sequence
-    #: Whether the row yields a token.
+    #: True if the row yields a token.
     samples: bool
-    #: How many of its last tokens need prompt logprobs.
+    #: Number of last tokens that need prompt logprobs.
     num_scored: int
+    #: True if it has a part of an image that this engine never had: decode has only its KV.
+    lacks_image: bool
 
     @classmethod
     def of(cls, sequence: Sequence, num_tokens: int) -> Row:
@@ -120,19 +117,22 @@ class Row(ForwardRow):
         # Only a row that reaches the end of the known tokens yields a token; a partial prefill does not.
         samples = end == len(sequence.tokens)
         num_scored = max(0, min(end, sequence.num_prompt) - sequence.num_scored)
+        tokens, parts = sequence.tokens[begin:end], parts_of(sequence.images, begin, end)
         return cls(
-            sequence.tokens[begin:end],
+            real_ids(tokens, parts) if parts else tokens,
             begin,
             sequence.blocks,
             begin < sequence.num_prompt,
             max(int(samples), num_scored),
-            sequence,
-            samples,
-            num_scored,
+            sequence.image_rows(parts) if parts else (),
+            sequence=sequence,
+            samples=samples,
+            num_scored=num_scored,
+            lacks_image=bool(parts) and not sequence.vectors,
         )
 
     def scored(self, token: int | None) -> list[int]:
-        """The tokens that follow the `num_scored` ones; the last may be `token`, which the row yields."""
+        """The tokens that follow the `num_scored` ones; the last may be `token`, the row's result."""
         end = self.num_computed + self.num_tokens
         behind = self.sequence.tokens[end - self.num_scored + 1 : end + 1]
         return behind if token is None else [*behind, token]
@@ -140,7 +140,7 @@ class Row(ForwardRow):
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of sequences since the engine's start."""
+    """Sequence counts since the engine's start."""
 
     admitted: int = 0
     finished: int = 0
@@ -150,9 +150,7 @@ class Counts:
 
 class Scheduler:
     def __init__(self, args: LlmArgs, blocks: BlockManager, memory: KvMemory, alignment: int) -> None:
-        """`alignment`: where a prefill chunk may end, in tokens from the prompt's start. Raises ConfigError when a step
-        is shorter than that.
-        """
+        """`alignment`: prefill chunks end on its multiples (tokens). Raises ConfigError if a step is shorter."""
         if args.max_num_tokens < alignment:
             raise ConfigError.bad_value("max_num_tokens", args.max_num_tokens, f"at least {alignment}")
         swap = SwapSpace(memory, _swap_blocks(args, blocks), blocks.tokens_per_block)
@@ -160,7 +158,7 @@ class Scheduler:
         self.reservations = Reservations(blocks, partial, swap)
         self._capacity = Capacity(args, blocks)
         self._chunking = Chunking(args, alignment)
-        # Every decode row takes a token of the budget, in every step.
+        # Every decode row takes one token of each step's budget.
         self._max_active = min(args.max_batch_size, args.max_num_tokens)
         self._max_num_tokens = args.max_num_tokens
         self._by_priority = args.scheduler_config.waiting_queue_policy == "priority"
@@ -168,12 +166,12 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.receiving: set[Sequence] = set()
-        #: Preempted sequences, in the order of their admission; they resume in this order.
+        #: Preempted sequences by admission; they resume in this order.
         self.paused: list[Sequence] = []
 
     @property
     def has_runnable(self) -> bool:
-        """False when no sequence can run before blocks are freed by the end of a lease or of a pull."""
+        """False if no sequence can run before a lease or a pull ends and frees blocks."""
         return bool(self.running) or (self._admits() and self._plan_next() is not None)
 
     @property
@@ -186,17 +184,14 @@ class Scheduler:
         return len(self.running) + len(self.receiving)
 
     def add(self, sequence: Sequence) -> None:
-        """First come, first served; with waiting_queue_policy `priority` only among equals."""
+        """First come, first served; under waiting_queue_policy `priority` among equals only."""
         place = len(self.waiting)
         while self._by_priority and place and self.waiting[place - 1].priority < sequence.priority:
             place -= 1
         self.waiting.insert(place, sequence)
 
     def admit(self) -> Iterator[Sequence]:
-        """Move paused and waiting sequences in, first ones first, while there is room.
-
-        Yields the sequences that need KV from another engine.
-        """
+        """Admit paused and waiting sequences in order, while there is room. Yields those that need KV from a peer."""
         if not self._admits():
             return
         while plan := self._plan_next():
@@ -216,17 +211,10 @@ class Scheduler:
                 self.running.append(sequence)
 
     def received(self, sequence: Sequence) -> None:
-        """The KV of a sequence is here: a generation_only one decodes from token two on."""
+        """A sequence's KV has arrived; a generation_only one decodes from token two on."""
         self.receiving.discard(sequence)
         sequence.status = Status.RUNNING
         self.running.append(sequence)
-
-    def requeue(self, sequence: Sequence) -> None:
-        """The KV of a prefill's first blocks does not come: it is first in line again, and computes them."""
-        self.receiving.remove(sequence)
-        sequence.status, sequence.handle, sequence.num_fetchable = Status.WAITING, None, 0
-        sequence.blocks, sequence.keys, sequence.num_computed = [], [], 0
-        self.waiting.appendleft(sequence)
 
     def schedule(self) -> list[Row]:
         self._capacity.grow(self.running, self._pause)
@@ -236,7 +224,7 @@ class Scheduler:
         return rows + [Row.of(s, tokens) for s, tokens in zip(prompts, shares, strict=True) if tokens]
 
     def finish(self, sequence: Sequence) -> None:
-        """Remove the sequence in any status; the caller frees its blocks."""
+        """Remove the sequence, whatever its status; the caller frees its blocks."""
         self.counts.finished += 1
         match sequence.status:
             case Status.WAITING:
@@ -260,7 +248,7 @@ class Scheduler:
         return self._capacity.admits(self._num_in_batch)
 
     def _plan_next(self) -> Plan | None:
-        """The plan for the first paused or waiting sequence; None without one, or without room for it."""
+        """The plan for the first paused or waiting sequence; None without one or without room."""
         if self._num_in_batch >= self._max_active or not (self.paused or self.waiting):
             return None
         first = self.paused[0] if self.paused else self.waiting[0]

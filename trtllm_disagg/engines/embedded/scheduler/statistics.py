@@ -28,11 +28,11 @@ class IterationStats:
         self._held: tuple[object, ...] = ()
 
     def received(self, bytes_moved: int, bytes_saved: int) -> None:
-        """A prompt's KV has come from another engine; saved are the blocks that were here already."""
+        """A prompt's KV came from a peer; `bytes_saved` were in the cache."""
         self._totals.update(kvPulls=1, kvBytesPulled=bytes_moved, kvBytesSaved=bytes_saved)
 
     def pushed(self, bytes_moved: int) -> None:
-        """A prompt's KV was written to another engine."""
+        """A prompt's KV was written to a peer."""
         self._totals.update(kvPushes=1, kvBytesPushed=bytes_moved)
 
     def of_step(
@@ -43,8 +43,8 @@ class IterationStats:
         handoffs: tuple[int, float | None],
         seconds: float,
     ) -> list[dict[str, Any]]:
-        """One dict for a step that ran, or that changed what is held; none when statistics are off. `handoffs`: how
-        many are held, and when the oldest one was made.
+        """One dict for a step that ran or changed the held blocks; none if statistics are off. `handoffs`: number held,
+        and when the oldest was made.
         """
         paused, waiting = len(scheduler.paused), len(scheduler.waiting)
         held = (scheduler.num_active, paused, waiting, blocks.num_used, handoffs)
@@ -52,11 +52,11 @@ class IterationStats:
             return []
         self._held = held
         self._iteration += 1
-        # Prefill chunks are context, the others generation.
+        # Prefill chunks are context, other rows generation.
         context = [row for row in rows if row.in_prefill]
         generation = [row for row in rows if not row.in_prefill]
         self._totals["prefillTokens"] += sum(row.num_tokens for row in context)
-        # A paused answer that is computed again has rows that give no token.
+        # A recomputed paused answer has rows without a token.
         self._totals["decodeTokens"] += sum(row.samples for row in generation)
         counts, before = replace(scheduler.counts), self._counts
         self._counts = counts
@@ -73,7 +73,7 @@ class IterationStats:
             "maxNumTokensStatic": self._max_num_tokens,
             "kvCacheStats": _kv_cache(blocks),
             "inflightBatchingStats": _batching(context, generation, scheduler),
-            # Ours: finished prefills with KV that waits for a decode, and running totals.
+            # Our own fields: finished prefills that wait for decode, and running totals.
             "numHandoffsHeld": handoffs[0],
             "oldestHandoffAt": handoffs[1],
             "totals": dict(self._totals),

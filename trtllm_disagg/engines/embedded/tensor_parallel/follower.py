@@ -1,4 +1,4 @@
-"""The life of every rank but rank 0: load a part of the model, then sleep, and run a step whenever rank 0 sends one."""
+"""Every rank other than 0: loads a part of the model, then sleeps, and runs each step that rank 0 sends."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ _commands = msgspec.msgpack.Decoder(RankCommand)
 
 
 def serve_as_follower() -> int:
-    """A rank of its own process, until rank 0 ends it, or ends."""
+    """Run a rank in this process until rank 0 stops it or ends."""
     logging.basicConfig(level="INFO", format="%(levelname)s engine: %(message)s", stream=sys.stderr)
     group, leader = join_as_follower()
-    # Also out of an MPI call that will never return. Nothing here needs to be closed.
+    # Works even within an MPI call that never returns. Nothing here needs closing.
     watch(leader, _commands, lambda _last: os._exit(0))
     if IN_JOB in sys.argv:
         exit_with_parent()
@@ -62,7 +62,7 @@ def serve_as_follower() -> int:
 
 
 def follow(group: RankGroup, leader: OtherRank) -> int:
-    """Serve as a rank of one engine, from Build to Stop. Returns the exit status."""
+    """Serve as a rank from Build to Stop. Returns the exit status."""
     transfers = TransferService(leader.transfers)
     try:
         build = leader.commands.receive(_commands)
@@ -95,13 +95,13 @@ def follow(group: RankGroup, leader: OtherRank) -> int:
 
 
 def _wait_for_end(leader: OtherRank) -> None:
-    """Rank 0 ends when it has read what is wrong; to die first would look like another reason."""
+    """Let rank 0 read the error and end first: an earlier death would hide the cause."""
     with contextlib.suppress(EOFError, OSError):
         leader.commands.receive(_commands)
 
 
 def _execute(runner: ModelRunner, command: RankCommand) -> None:
-    """What rank 0 does, in the same order."""
+    """Do what rank 0 does, in the same order."""
     match command:
         case Step():
             runner.run(command.rows)
@@ -110,7 +110,7 @@ def _execute(runner: ModelRunner, command: RankCommand) -> None:
 
 
 def build_runner(build: Build, group: RankGroup, transfers: TransferService) -> ModelRunner:
-    """This rank's part, built as the engine core builds its own. Raises ConfigError like it."""
+    """Build this rank's part as the engine core builds its own. Raises ConfigError like it."""
     args = LlmArgs.model_validate(build.args)
     use_cpus(args, group.rank)
     device = choose_device(args.embedded.device, group.size)
@@ -126,7 +126,7 @@ def build_runner(build: Build, group: RankGroup, transfers: TransferService) -> 
 
 
 def _allocate(args: LlmArgs, wanted: PoolShape, group: RankGroup, transfers: TransferService) -> torch.Tensor:
-    """The pool, in memory that the transport can serve when there is one."""
+    """The pool, in memory that the transport (if any) can serve."""
     config = args.cache_transceiver_config
     if config is None or config.backend is None:
         return new_memory(*wanted)

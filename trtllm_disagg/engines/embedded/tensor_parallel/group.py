@@ -1,11 +1,9 @@
-"""The ranks of one engine, on one host: the sockets between rank 0 and the others (for steps, for KV transfers, and to
-tell which ranks are alive), and the collectives of the forward: tensors are gathered and summed, in an order that never
-changes.
+"""The ranks of one engine on one host: sockets between rank 0 and the others for steps, KV transfers and liveness, and
+the forward's collectives, which gather and sum tensors in a fixed order.
 
-A rank that waits in an MPI collective for one that has died would wait for ever. So every rank has a thread that
-sleeps on the last socket, and ends the process when it closes. Nothing is pickled: messages are msgpack, and mpi4py
-gets plain buffers. Nothing is left to MPI's own reductions either: their order of summation depends on the size of the
-message, and so on what else is in the batch.
+In an MPI collective a rank would wait for ever for a dead one. So a thread of every rank sleeps on the last socket, and
+ends the process when it closes. Nothing is pickled: messages are msgpack, and mpi4py gets plain buffers. MPI's own
+reductions are not used: their order of summation depends on the message's size, and so on the batch.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ if TYPE_CHECKING:
     from trtllm_disagg.engines.embedded.params.llm_args import LlmArgs
 
 _HELLO = struct.Struct("<IIB")
-_KINDS = range(3)
+_CHANNELS = range(3)
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 _JOIN_SECONDS = 60.0
 _GRACE_SECONDS = 3.0
 _ADDRESS_BYTES = 256
-#: All ranks are on one host: mpich opens no port. NIXL reads the same variable, later, for transfers.
+#: All ranks are on one host, so mpich opens no port. NIXL later reads the same variable for transfers.
 _MPI_TRANSPORTS = "self,sm"
 
 
 class Channel:
-    """Messages in order, each after its length. The sockets are this user's only (ipc/sockets.py)."""
+    """Messages with a length prefix, over sockets of this user only (ipc/sockets.py)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -56,7 +54,7 @@ class Channel:
         self.connection.sendall(framed(_encoder.encode(message)))
 
     def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
-        """Wait for the next message. Raises EOFError when the other side is gone."""
+        """Wait for the next message. Raises EOFError if the other rank is gone."""
         return decoder.decode(receive_frame(self.connection))
 
 
@@ -66,35 +64,34 @@ class OtherRank:
     def __init__(self, rank: int, pid: int, commands: Channel, transfers: Channel, lifeline: Channel) -> None:
         self.rank, self.pid = rank, pid
         self.commands, self.transfers, self.lifeline = commands, transfers, lifeline
-        #: Rank 0: how many commands this rank was told, and how many of them a read that begins now comes after: all
-        #: but a step that still runs.
-        self.told = self.settled = 0
+        #: Rank 0: number of commands sent, and number that a read begun now must wait for (all but a running step).
+        self.sent = self.settled = 0
 
 
 def accept(listener: socket.socket, size: int) -> list[OtherRank]:
-    """The ranks other than 0, all `size - 1` of them, by rank."""
+    """The `size - 1` ranks other than 0, by rank."""
     found: dict[tuple[int, int], Channel] = {}
     pids: dict[int, int] = {}
-    while len(found) < len(_KINDS) * (size - 1):
+    while len(found) < len(_CHANNELS) * (size - 1):
         connection = sockets.accept(listener)
-        rank, pid, kind = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
-        found[rank, kind] = Channel(connection)
+        rank, pid, channel = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
+        found[rank, channel] = Channel(connection)
         pids[rank] = pid
-    return [OtherRank(r, pids[r], *(found[r, kind] for kind in _KINDS)) for r in range(1, size)]
+    return [OtherRank(r, pids[r], *(found[r, channel] for channel in _CHANNELS)) for r in range(1, size)]
 
 
 def connect(address: str, rank: int) -> OtherRank:
-    """Connect another rank to rank 0."""
+    """Connect to rank 0."""
     channels = []
-    for kind in _KINDS:
+    for channel in _CHANNELS:
         connection = sockets.connect(address)
-        connection.sendall(_HELLO.pack(rank, os.getpid(), kind))
+        connection.sendall(_HELLO.pack(rank, os.getpid(), channel))
         channels.append(Channel(connection))
     return OtherRank(0, 0, *channels)
 
 
 def watch(other: OtherRank, decoder: msgspec.msgpack.Decoder[T], on_end: Callable[[T | None], None]) -> None:
-    """Call `on_end` from a thread when the other rank is gone, with its last message if it sent one."""
+    """When the other rank is gone, call `on_end` from a thread with its last message, if any."""
 
     def wait() -> None:
         last: T | None = None
@@ -106,11 +103,11 @@ def watch(other: OtherRank, decoder: msgspec.msgpack.Decoder[T], on_end: Callabl
 
 
 class RankLostError(EngineError):
-    """A rank has died or cannot continue, and without it no other rank can."""
+    """A rank has died or cannot continue, so the engine cannot."""
 
 
 class Build(msgspec.Struct, tag="build"):
-    """Load your part of the model, and make room for this many blocks."""
+    """Load your part of the model, and allocate this many blocks."""
 
     args: dict[str, Any]
     num_blocks: int
@@ -134,7 +131,7 @@ class Built(msgspec.Struct, tag="built"):
 class Broken(msgspec.Struct, tag="broken"):
     """This rank cannot continue."""
 
-    kind: str
+    error_class: str
     message: str
 
 
@@ -142,7 +139,7 @@ Reply = Built | Broken
 
 
 def step_of(rows: Seq[ForwardRow], tokens_per_block: int) -> Step:
-    """The rows of a step, each with only the blocks that the step reads and writes."""
+    """A step's rows, each with only the blocks that the step uses."""
     return Step(
         [
             ForwardRow(
@@ -158,7 +155,7 @@ def step_of(rows: Seq[ForwardRow], tokens_per_block: int) -> Step:
 
 
 class RankGroup:
-    """Every method is collective: all ranks call it, with tensors of the same shape."""
+    """All ranks must call each method, with tensors of the same shape."""
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
@@ -166,11 +163,11 @@ class RankGroup:
         self.size: int = communicator.size
 
     def part(self, count: int) -> slice:
-        """This rank's part of `count` things; the parts differ by at most one."""
+        """This rank's part of `count` items; sizes differ by at most one."""
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., n) -> (..., size * n): every rank's columns, by rank, on every rank."""
+        """(..., n) -> (..., size * n): all ranks' columns by rank, on every rank."""
         width = x.shape[-1]
         every = torch.empty((self.size, x.numel() // width, width), dtype=x.dtype)
         self._communicator.Allgather(_bytes(x), _bytes(every))
@@ -192,8 +189,8 @@ class RankGroup:
         sizes = widths * rows * x.element_size()
         starts = np.cumsum(sizes) - sizes
         self._communicator.Gatherv(_bytes(x), [_bytes(flat), sizes, starts, MPI.BYTE], root=0)
-        whole = torch.split(flat, [int(each) * rows for each in widths])
-        parts = [part.view(rows, int(each)) for part, each in zip(whole, widths, strict=True)]
+        shards = torch.split(flat, [int(each) * rows for each in widths])
+        parts = [part.view(rows, int(each)) for part, each in zip(shards, widths, strict=True)]
         return torch.cat(parts, dim=1).view(*x.shape[:-1], count)
 
 
@@ -203,11 +200,11 @@ def _bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup, list[OtherRank]]:
-    """Waits for the other ranks. `on_lost` is called from a thread when they do not come: then no call of MPI returns.
+    """Wait for the other ranks. If they do not join, calls `on_lost` from a thread: no MPI call would return.
 
-    Raises ConfigError when the ranks are not `size`, or not all on this host.
+    Raises ConfigError if there are not `size` ranks, or not all on this host.
     """
-    with _deadline(lambda: on_lost(f"the other ranks did not come up within {_JOIN_SECONDS:.0f} s")):
+    with _deadline(lambda: on_lost(f"the other ranks did not join within {_JOIN_SECONDS:.0f} s")):
         group, communicator = _start_mpi()
         with sockets.Listener("core") as listener:
             address = np.frombuffer(listener.path.encode(), np.uint8)
@@ -216,17 +213,17 @@ def join_as_leader(size: int, on_lost: Callable[[str], None]) -> tuple[RankGroup
             communicator.Bcast(buffer, root=0)
             if group.size != size:
                 raise ConfigError.bad_value(
-                    "tensor_parallel_size", size, f"{group.size}, the ranks there are"
+                    "tensor_parallel_size", size, f"{group.size}, the number of ranks"
                 )
             if not _is_one_host(communicator):
-                raise ConfigError.bad_value("tensor_parallel_size", size, "ranks that are all on one host")
+                raise ConfigError.bad_value("tensor_parallel_size", size, "all ranks on one host")
             others = accept(listener, size)
         _forget_shared_memory()
     return group, others
 
 
 def join_as_follower() -> tuple[RankGroup, OtherRank]:
-    """Join the ranks, and end the process when rank 0 does not come."""
+    """Join the ranks; end the process if rank 0 does not come."""
     with _deadline(lambda: os._exit(1)):
         group, communicator = _start_mpi()
         buffer = np.zeros(_ADDRESS_BYTES, np.uint8)
@@ -236,7 +233,7 @@ def join_as_follower() -> tuple[RankGroup, OtherRank]:
 
 
 def leave() -> None:
-    """End MPI in this process; waits for the other ranks."""
+    """End MPI in this process, after the other ranks."""
     from mpi4py import MPI
 
     MPI.Finalize()
@@ -246,7 +243,7 @@ def _start_mpi() -> tuple[RankGroup, Any]:
     with ucx_environment({"UCX_TLS": _MPI_TRANSPORTS}):
         from mpi4py import MPI  # its import starts MPI
 
-    # A communicator of its own keeps messages of several engines apart.
+    # An own communicator separates the messages of several engines.
     return RankGroup(MPI.COMM_WORLD.Dup()), MPI.COMM_WORLD
 
 
@@ -257,7 +254,7 @@ def _is_one_host(communicator: Any) -> bool:
 
 
 def _forget_shared_memory() -> None:
-    """Unlink mpich's memory, which every rank has mapped by now, so that `kill -9` leaves nothing behind."""
+    """Unlink mpich's memory, now mapped by every rank, so that `kill -9` leaves nothing behind."""
     with open("/proc/self/maps") as maps:
         names = set(re.findall(r"/dev/shm/mpich_shm_\w+", maps.read()))
     for name in names:
@@ -270,7 +267,7 @@ def _deadline(on_late: Callable[[], None]) -> Iterator[None]:
     timer = threading.Timer(_JOIN_SECONDS, on_late)
     timer.daemon = True
     timer.start()
-    # While MPI starts it holds Python's lock, and no thread runs: then the kernel ends this process.
+    # MPI holds the GIL while it starts, so no thread runs: the kernel ends this process instead.
     signal.setitimer(signal.ITIMER_REAL, _JOIN_SECONDS + _GRACE_SECONDS)
     try:
         yield
@@ -280,7 +277,7 @@ def _deadline(on_late: Callable[[], None]) -> Iterator[None]:
 
 
 def use_cpus(args: LlmArgs, rank: int) -> None:
-    """Threads and processors of this rank; each gets its share of the processors when there are enough."""
+    """Set this rank's threads and its share of the processors, if there are enough."""
     torch.set_num_threads(args.embedded.num_threads)
     if (cpus := args.embedded.cpu_affinity) is not None:
         os.sched_setaffinity(0, cpus[rank :: args.tensor_parallel_size] or cpus)

@@ -1,6 +1,4 @@
-"""Rank 0's side of an engine of several ranks: the engine core asks for a forward, and all ranks run it, each with its
-part of the model.
-"""
+"""Rank 0 of several ranks: the engine core asks for a forward, and every rank runs it with its part of the model."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ class Runner(Protocol):
 
 
 class SingleRank:
-    """The team of an engine that is a single process."""
+    """The team of a single-process engine."""
 
     size = 1
     others: tuple[OtherRank, ...] = ()
@@ -60,10 +58,10 @@ class SingleRank:
         return [os.getpid()]
 
     def start(self, args: LlmArgs, num_blocks: int) -> None:
-        """There is no other rank to start."""
+        """Does nothing: there is no other rank."""
 
     def shard(self, model: Any) -> None:
-        """All of the model is here."""
+        """Does nothing: this rank has the whole model."""
 
     def memory(self, memory: KvMemory) -> KvMemory:
         return memory
@@ -72,11 +70,11 @@ class SingleRank:
         return runner
 
     def close(self) -> None:
-        """There is no other rank to stop."""
+        """Does nothing: there is no rank to stop."""
 
 
 class Team:
-    """Rank 0 with the other ranks. A rank that is lost takes the engine with it: `on_lost` is told why, once."""
+    """Rank 0 with the other ranks. Losing a rank ends the engine: calls `on_lost` once, with the reason."""
 
     def __init__(self, group: RankGroup, others: list[OtherRank], on_lost: Callable[[str], None]) -> None:
         self.size = group.size
@@ -90,18 +88,18 @@ class Team:
             watch(other, _broken, partial(self._gone, other))
 
     def start(self, args: LlmArgs, num_blocks: int) -> None:
-        """The others begin to load their part, while this rank loads its own."""
-        self.tell(Build(core_args(args), num_blocks))
+        """Let the others load their part while this rank loads its own."""
+        self.send(Build(core_args(args), num_blocks))
 
     def shard(self, model: Any) -> None:
         shard_model(model, self._group)
 
     def memory(self, memory: KvMemory) -> KvMemory:
-        """What happens to blocks between steps happens to every rank's part of them."""
+        """`memory`, with all commands also sent to every other rank."""
         return BroadcastingKvMemory(memory, self)
 
     def broadcasting(self, runner: ModelRunner) -> Runner:
-        """Waits until the others are ready too. Raises what kept them, e.g. ConfigError."""
+        """Wait until the others are ready. Raises their error, e.g. ConfigError."""
         for other in self.others:
             try:
                 reply = other.commands.receive(_replies)
@@ -115,22 +113,22 @@ class Team:
         with self._lock:
             self._is_over = True
         with contextlib.suppress(RankLostError):
-            # The sockets stay, to the end of both processes: a rank that sees one close takes the other for dead.
-            self.tell(Stop())
+            # Both processes keep the sockets: a closed one means a dead rank.
+            self.send(Stop())
 
-    def tell(self, command: msgspec.Struct) -> None:
+    def send(self, command: msgspec.Struct) -> None:
         """Raises RankLostError."""
         for other in self.others:
             try:
                 other.commands.send(command)
             except OSError:
                 raise RankLostError(death_of(other.rank, other.pid)) from None
-            other.told += 1
+            other.sent += 1
 
     def settle(self) -> None:
-        """Reads that begin from now on come after all that was told: they fill blocks that it may still use."""
+        """Later reads wait for all commands sent so far, which may still use the blocks that they fill."""
         for other in self.others:
-            other.settled = other.told
+            other.settled = other.sent
 
     def _gone(self, other: OtherRank, last: Broken | None) -> None:
         self.lost(death_of(other.rank, other.pid) if last is None else str(_error_of(other, last)))
@@ -144,7 +142,7 @@ class Team:
 
 
 class BroadcastingRunner:
-    """Every step is announced before it runs here. One that fails here leaves the others in the middle of it."""
+    """Sends every step to the others, then runs it. If it fails here, the others hang in it."""
 
     def __init__(self, runner: ModelRunner, team: Team) -> None:
         self._runner = runner
@@ -152,7 +150,7 @@ class BroadcastingRunner:
 
     def run(self, rows: Seq[ForwardRow]) -> torch.Tensor:
         try:
-            self._team.tell(step_of(rows, self._runner.pool.tokens_per_block))
+            self._team.send(step_of(rows, self._runner.pool.tokens_per_block))
             logits = self._runner.run(rows)
             self._team.settle()
             return logits
@@ -165,20 +163,20 @@ class BroadcastingRunner:
 
 
 class BroadcastingKvMemory:
-    """Announced like steps, and in the same order."""
+    """Sends commands like steps, in the same order."""
 
     def __init__(self, memory: KvMemory, team: Team) -> None:
         self._memory = memory
         self._team = team
 
     def apply(self, command: KvCommand) -> None:
-        self._team.tell(command)
+        self._team.send(command)
         self._team.settle()
         self._memory.apply(command)
 
 
 def open_team(args: LlmArgs, on_lost: Callable[[str], None]) -> SingleRank | Team:
-    """The team of `tensor_parallel_size` ranks, which have been started already (`launch.py`)."""
+    """The team of `tensor_parallel_size` ranks that `launch.py` started."""
     if args.tensor_parallel_size == 1:
         return SingleRank()
     group, others = join_as_leader(args.tensor_parallel_size, on_lost)
@@ -186,27 +184,26 @@ def open_team(args: LlmArgs, on_lost: Callable[[str], None]) -> SingleRank | Tea
 
 
 def _error_of(other: OtherRank, reply: Broken) -> errors.DisaggError:
-    return errors.named(reply.kind, reply.message) or RankLostError(
-        f"rank {other.rank} of the engine: {reply.kind}: {reply.message}"
+    return errors.named(reply.error_class, reply.message) or RankLostError(
+        f"rank {other.rank} of the engine: {reply.error_class}: {reply.message}"
     )
 
 
-# A model cut down to one rank's part, layer by layer, by the names of its modules. Every matrix is cut along its
-# output, never along the sum: what a rank computes is, bit for bit, its columns of what one process would compute. So
-# the inputs of `o_proj` and `down_proj`, which are spread over the ranks, are gathered before the product, and its
-# columns afterwards (decision 8). So are those of every expert (pack.py).
+# Cuts a model to one rank's part, layer by layer, by module names. It cuts every matrix along its output, never along
+# the sum, so a rank computes its columns of the single-process result, bit for bit. So `o_proj`, `down_proj` and the
+# experts (pack.py) gather their distributed input before the product, and the columns afterwards (decision 8).
 
-#: Whole input, some of the outputs: heads, or feed-forward dimensions.
+#: Whole input, a part of the outputs: heads, or feed-forward dimensions.
 _COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-#: The input is spread over the ranks; every rank needs the whole output.
+#: Distributed input; every rank needs the whole output.
 _GATHERED = ("o_proj", "down_proj")
-#: Small, and the same on every rank.
+#: Small, so the same on every rank.
 _WHOLE = ("gate", "router", "shared_expert_gate")
 _HEAD = "lm_head"
 
 
 class GatheredLinear(nn.Module):
-    """Input and output are spread over the ranks; `linear` has this rank's rows of the weight."""
+    """Gathers its distributed input and output; `linear` has this rank's rows of the weight."""
 
     def __init__(self, linear: nn.Linear, group: RankGroup) -> None:
         super().__init__()
@@ -219,7 +216,7 @@ class GatheredLinear(nn.Module):
 
 
 class CollectedHead(nn.Module):
-    """The head over this rank's part of the vocabulary; rank 0 gets all logits, the others keep their own."""
+    """The head over this rank's part of the vocabulary; rank 0 gets all logits."""
 
     def __init__(self, linear: nn.Linear, vocab_size: int, group: RankGroup) -> None:
         super().__init__()
@@ -232,9 +229,7 @@ class CollectedHead(nn.Module):
 
 
 def shard_model(model: nn.Module, group: RankGroup) -> None:
-    """Cut `model` in place; what belongs to other ranks is let go at once. Raises ConfigError for a layer that it
-    does not know.
-    """
+    """Cut `model` in place, releasing the other ranks' parts. Raises ConfigError for an unknown layer."""
     for name, module in list(model.named_modules()):
         for child_name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
@@ -257,14 +252,14 @@ def _shard_linear(path: str, linear: nn.Linear, group: RankGroup) -> nn.Module:
 
 
 def _part(linear: nn.Linear, group: RankGroup) -> nn.Linear:
-    """Some of the outputs. A copy: a view would keep the whole alive."""
+    """This rank's outputs, as a copy: a view would keep the whole weight in memory."""
     rows = group.part(linear.out_features)
     bias = None if linear.bias is None else linear.bias[rows].clone()
     return linear_over(linear.weight[rows].clone(), bias)
 
 
 def _shard_experts(experts: Any, group: RankGroup) -> None:
-    """All experts of a layer as two tensors, (experts, 2 * inner, hidden) and (experts, hidden, inner)."""
+    """Cuts a layer's experts: two tensors, (experts, 2 * inner, hidden) and (experts, hidden, inner)."""
     gate_up, down = experts.gate_up_proj.detach(), experts.down_proj.detach()
     count, hidden, inner = down.shape
     if gate_up.shape != (count, 2 * inner, hidden):

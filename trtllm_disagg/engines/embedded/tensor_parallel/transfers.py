@@ -1,12 +1,12 @@
-"""KV transfer with several ranks: every rank serves its own pool and reads into it, all when rank 0 says so.
+"""KV transfer with several ranks: every rank serves its own pool and reads into it, on rank 0's command.
 
-Rank 0 has the leases, the control channel and the requests. To those, its pool and those of the other ranks look
-like one transport. The commands have a socket and a thread of their own, since a read may take longer than a step. So
-they may overtake steps and copies of blocks: a read says how many of those it comes after.
+Rank 0 has the leases, the control channel and the requests; to these, all ranks' pools look like one transport. The
+commands have their own socket and thread, since a read may take longer than a step. So they may overtake steps and
+copies of blocks, and a read names the number of those that it must follow.
 
-Where pools are divided differently, the heads that two ranks have in common are a short stretch of every slot
-(`kv[block, layer, k|v, slot, head, dim]`). Reading them one by one is slow (docs/log/kv-transfer.md): full blocks are
-read, into memory beside the pool, and the heads copied out of it.
+If prefill and decode divide their heads differently, two ranks share only a short part of every slot
+(`kv[block, layer, k|v, slot, head, dim]`). Single reads are slow (docs/log/kv-transfer.md), so a rank reads full blocks
+into memory beside the pool, and copies the heads out of it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from trtllm_disagg.engines.embedded.kv_transfer.base import (
     StagingTransport,
     decoded_address,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.peers import MAX_PEER_THREADS
+from trtllm_disagg.engines.embedded.kv_transfer.connections import MAX_PEER_THREADS
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
 from trtllm_disagg.engines.embedded.tensor_parallel.group import Channel, OtherRank
 from trtllm_disagg.errors import ConfigError, HandoffRefusedError, KvTransferError
 
-#: Starts the address of a sender with several ranks; no transport's own address starts so.
+#: Prefix of a multi-rank sender's address; no transport's address starts with it.
 _SHARDED = b"trtllm-disagg shards\0"
 _encoder = msgspec.msgpack.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Heads that a rank of the sender and this rank have in common, as each of them counts its own."""
+    """Heads that a sender's rank and this rank share, by the index of each."""
 
     shard: int
     theirs: slice
@@ -52,7 +52,7 @@ class Overlap:
 
 
 def overlaps(rank: int, num_ranks: int, num_shards: int, num_heads: int) -> list[Overlap]:
-    """`num_heads` are divided evenly among `num_ranks` here and `num_shards` there."""
+    """For `num_heads` divided evenly among `num_ranks` here and `num_shards` at the sender."""
     mine, theirs = num_heads // num_ranks, num_heads // num_shards
     begin, end = rank * mine, (rank + 1) * mine
     found = []
@@ -69,19 +69,19 @@ def overlaps(rank: int, num_ranks: int, num_shards: int, num_heads: int) -> list
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """The pool of one rank of a sender: all of its blocks, and its part of the KV heads."""
+    """The pool of one rank of a sender: all blocks, with its part of the KV heads."""
 
     sender: str
     address: bytes
 
 
 def join_addresses(shards: list[Shard]) -> bytes:
-    """What `PeerMetadata.address` is for these ranks together, rank 0 first."""
+    """`PeerMetadata.address` of these ranks, rank 0 first."""
     return shards[0].address if len(shards) == 1 else _SHARDED + _encoder.encode(shards)
 
 
 def shards_of(peer: PeerMetadata) -> list[PeerMetadata]:
-    """Metadata of each rank. Raises KvTransferError for an address that is unreadable."""
+    """Metadata of each rank. Raises KvTransferError for an unreadable address."""
     if not peer.address.startswith(_SHARDED):
         return [peer]
     joined = msgspec.structs.replace(peer, address=peer.address.removeprefix(_SHARDED))
@@ -90,7 +90,7 @@ def shards_of(peer: PeerMetadata) -> list[PeerMetadata]:
 
 
 class ShardReader:
-    """Fills one rank's pool from a sender with the same number of ranks, or another one."""
+    """Fills one rank's pool from a sender with any number of ranks."""
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class ShardReader:
     def read(
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
-        """As KvTransport.read: this rank's heads of the blocks. In place when both are divided alike."""
+        """KvTransport.read of this rank's heads; in place if both ends are divided alike."""
         shards = shards_of(peer)
         if len(shards) == self._num_ranks:
             return self._transport.read(shards[self._rank], remote_blocks, local_blocks, timeout)
         if not shards or peer.layout.num_kv_heads % len(shards) or self._pool.is_cuda:
             raise HandoffRefusedError(
                 f"prefill has tensor_parallel_size {len(shards)}, decode {self._num_ranks}: "
-                "KV of such a pair can be divided anew on CPUs only, and evenly"
+                "the KV of such a pair must divide evenly, on CPUs"
             )
         deadline = time.monotonic() + timeout
         heads = peer.layout.num_kv_heads // len(shards)
@@ -137,7 +137,7 @@ class ShardReader:
         local: np.ndarray,
         deadline: float,
     ) -> int:
-        """From a rank with so many heads. Bytes that came over, heads that are not wanted here included."""
+        """Read from a rank with `heads`; returns all bytes received, unwanted heads included."""
         pool = _as_bytes(self._pool)
         _, rows, _, head_bytes = pool.shape
         block_bytes = rows * heads * head_bytes
@@ -151,7 +151,7 @@ class ShardReader:
                     theirs = fetched.reshape(-1, rows, heads, head_bytes)
                     pool[local[chunk], :, part.mine] = theirs[:, :, part.theirs]
             except ReadTimeoutError as error:
-                # It may land, but not in the pool.
+                # A late read never lands in the pool.
                 raise KvTransferError(str(error)) from error
         return int(len(remote) * block_bytes)
 
@@ -167,7 +167,7 @@ _GRACE_SECONDS = 5.0
 
 
 def transport_of(backend: str, device: torch.device) -> StagingTransport:
-    """The transport that `backend` means on this rank. Raises ConfigError as `create_transport`."""
+    """This rank's transport for `backend`. Raises ConfigError as `create_transport`."""
     return create_transport(backend, needs_cma=device.type == "cpu")
 
 
@@ -183,12 +183,12 @@ class Read(msgspec.Struct, tag="read"):
     remote: bytes
     local: bytes
     timeout: float
-    #: How many of the other commands (group.py) must have been executed: they may use the blocks that it fills.
+    #: Number of other commands (group.py) to execute first: they may use the blocks that it fills.
     after: int = 0
 
 
 class HasEnded(msgspec.Struct, tag="has-ended"):
-    """Asks whether a read that may land later has ended."""
+    """Has a late read ended?"""
 
     id: int
     read: int
@@ -215,10 +215,10 @@ class Done(msgspec.Struct):
     id: int
     moved: int = 0
     address: bytes = b""
-    #: Of Serve: the name of this rank's transport.
+    #: For Serve: this rank's transport.
     transport: str = ""
     error: str = ""
-    kind: str = ""
+    error_class: str = ""
     may_land_later: bool = False
 
 
@@ -227,7 +227,7 @@ _answers = msgspec.msgpack.Decoder(Done)
 
 
 class TeamTransport:
-    """`KvTransport` over the pools of all ranks. With one rank, too: a sender may have another number of them."""
+    """`KvTransport` over the pools of all ranks (or of one: the sender may have several)."""
 
     def __init__(self, transport: StagingTransport, others: Sequence[OtherRank]) -> None:
         self.name = transport.name
@@ -236,7 +236,7 @@ class TeamTransport:
         self._reader: ShardReader | None = None
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Rank 0's pool; the others make theirs themselves."""
+        """Rank 0's pool; the others make their own."""
         pool = self._transport.allocate(shape, dtype, device)
         self._reader = ShardReader(self._transport, pool, 0, 1 + len(self._helpers))
         return pool
@@ -250,7 +250,7 @@ class TeamTransport:
                 raise ConfigError.bad_value(
                     "cache_transceiver_config.backend",
                     "DEFAULT",
-                    f"a transport by its name: rank 0 finds {self.name} here, rank {helper.rank} {served.transport}",
+                    f"a transport by name: rank 0 finds {self.name}, rank {helper.rank} {served.transport}",
                 )
             shards.append(Shard(name, served.address))
         return join_addresses(shards)
@@ -258,7 +258,7 @@ class TeamTransport:
     def read(
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
-        """All ranks at the same time. Ends when the last one has ended, whatever became of the others."""
+        """Read on all ranks at once. Returns when all have ended or failed."""
         assert self._reader is not None
         reads = [helper.read(peer, remote_blocks, local_blocks, timeout) for helper in self._helpers]
         parts: list[Callable[[], int]] = [
@@ -269,7 +269,7 @@ class TeamTransport:
         for part in parts:
             try:
                 moved += part()
-            except Exception as error:  # whatever it is, the other ranks' reads may still land
+            except Exception as error:  # the other ranks' reads may still land
                 failures.append(error)
         late = [e for e in failures if isinstance(e, ReadTimeoutError) and e.may_land_later]
         if late:
@@ -283,7 +283,7 @@ class TeamTransport:
     def write(
         self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
     ) -> int:
-        """Between engines of one rank each; the core refuses GENERATION_FIRST for others."""
+        """For engines of one rank; the core refuses GENERATION_FIRST for others."""
         if self._helpers or len(shards_of(peer)) > 1:
             raise KvTransferError("KV is pushed between engines of tensor_parallel_size 1 only")
         return self._transport.write(peer, remote_blocks, local_blocks, timeout)
@@ -291,28 +291,28 @@ class TeamTransport:
     def forget(self, peer: PeerMetadata) -> None:
         assert self._reader is not None
         for helper in self._helpers:
-            helper.tell(Forget(peer))
+            helper.send(Forget(peer))
         with contextlib.suppress(KvTransferError):
             self._reader.forget(peer)
 
     def progress(self) -> None:
         for helper in self._helpers:
-            helper.tell(Tick())
+            helper.send(Tick())
         self._transport.progress()
 
     def close(self) -> None:
         for helper in self._helpers:
-            helper.tell(Close())
+            helper.send(Close())
         self._transport.close()
 
 
 def _require(done: Done) -> Done:
-    """Raise what the other rank raised."""
-    if not done.kind:
+    """Raise the other rank's error."""
+    if not done.error_class:
         return done
-    if done.kind == ReadTimeoutError.__name__:
+    if done.error_class == ReadTimeoutError.__name__:
         raise ReadTimeoutError(done.error, may_land_later=done.may_land_later)
-    raise errors.named(done.kind, done.error) or KvTransferError(f"{done.kind}: {done.error}")
+    raise errors.named(done.error_class, done.error) or KvTransferError(f"{done.error_class}: {done.error}")
 
 
 class _Helper:
@@ -333,7 +333,7 @@ class _Helper:
     def read(
         self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float
     ) -> Callable[[], int]:
-        """Begins that rank's part of a read. What is returned waits for its end, and raises as KvTransport.read."""
+        """Begin that rank's part of a read. The returned call waits for its end, and raises as KvTransport.read."""
         ids = remote.tobytes(), local.tobytes()
         command = Read(next(self._ids), peer, *ids, timeout, self._other.settled)
         answer = self.ask(command)
@@ -345,24 +345,24 @@ class _Helper:
             is_done = bool(wait([answer], timeout + _GRACE_SECONDS).done)
             if is_done and not answer.result().may_land_later:
                 return _require(answer.result()).moved
-            reason = answer.result().error if is_done else "a rank did not say that its read has ended"
+            reason = answer.result().error if is_done else "a rank did not report the end of its read"
             raise ReadTimeoutError(reason, may_land_later=True, has_ended=has_ended)
 
         return moved
 
     def has_ended(self, read: int) -> bool:
-        """Of a read that may land later. False when the rank does not say so in time."""
+        """True once a late read has ended; False if the rank does not answer in time."""
         answer = self.ask(HasEnded(next(self._ids), read))
         return bool(wait([answer], _GRACE_SECONDS).done) and not _require(answer.result()).may_land_later
 
-    def tell(self, command: msgspec.Struct) -> None:
-        with self._lock, contextlib.suppress(OSError):  # a rank that is gone ends the engine elsewhere
+    def send(self, command: msgspec.Struct) -> None:
+        with self._lock, contextlib.suppress(OSError):  # other code ends the engine of a lost rank
             self._channel.send(command)
 
     def ask(self, command: Serve | Read | HasEnded) -> Future[Done]:
         future: Future[Done] = Future()
         self._pending[command.id] = future
-        self.tell(command)
+        self.send(command)
         return future
 
     def _receive(self) -> None:
@@ -375,13 +375,13 @@ class _Helper:
 
 
 class TransferService:
-    """Another rank's end of these transfers: executes rank 0's commands on its own transport."""
+    """Executes rank 0's transfer commands on another rank's transport."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
         self._built: Future[tuple[StagingTransport, ShardReader]] = Future()
-        #: `ReadTimeoutError.has_ended` of reads that may land later, by the id of their command.
+        #: `ReadTimeoutError.has_ended` of late reads, by command id.
         self._late: dict[int, Callable[[], bool]] = {}
         self._num_executed = 0
         self._progress = threading.Condition()
@@ -392,13 +392,13 @@ class TransferService:
         self._built.set_result((transport, ShardReader(transport, pool, rank, num_ranks)))
 
     def executed(self) -> None:
-        """This rank has executed one more of the other commands."""
+        """Count one more of the other commands as executed."""
         with self._progress:
             self._num_executed += 1
             self._progress.notify_all()
 
     def fail(self, error: Exception) -> None:
-        """This rank cannot be built; rank 0 may be waiting for it here."""
+        """Report that this rank cannot be built: rank 0 may be waiting for it."""
         if not self._built.done():
             self._built.set_exception(error)
 
@@ -426,7 +426,7 @@ class TransferService:
 
     @property
     def _transport(self) -> StagingTransport:
-        """Waits until there is one; raises what kept it."""
+        """Wait for the transport; raises the error that prevents it."""
         return self._built.result()[0]
 
     def _serve_pool(self, command: Serve) -> Done:
@@ -452,7 +452,7 @@ class TransferService:
         try:
             done = work()
         except Exception as error:  # rank 0 waits for an answer
-            done = Done(command_id, error=str(error), kind=type(error).__name__)
+            done = Done(command_id, error=str(error), error_class=type(error).__name__)
             if isinstance(error, ReadTimeoutError) and error.may_land_later:
                 self._late[command_id] = error.has_ended
                 done.may_land_later = True

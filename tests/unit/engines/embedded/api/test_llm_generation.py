@@ -111,7 +111,7 @@ async def test_a_token_beyond_the_asked_ranks_is_added(llm: LLM) -> None:
 
 
 def test_a_list_of_parameters_has_one_for_each_prompt(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="sampling_params: 1 of them for 2 prompts"):
+    with pytest.raises(ValueError, match="sampling_params has 1 entries for 2 prompts"):
         llm.generate([PROMPT, PROMPT], [sampled()])
 
 

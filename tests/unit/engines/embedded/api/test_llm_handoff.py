@@ -94,14 +94,6 @@ async def test_without_logprobs_of_the_first_token_the_others_keep_their_places(
     await eventually(lambda: no_leases(prefill))
 
 
-async def test_a_handoff_can_come_back_to_the_engine_that_made_it(prefill: LLM) -> None:
-    tokens = prompt(5)
-    handoff = to_decode(await run_prefill(prefill, tokens))
-    result = await prefill.generate_async(tokens, PARAMS, disaggregated_params=handoff)
-    assert result.outputs[0].token_ids == (await prefill.generate_async(tokens, PARAMS)).outputs[0].token_ids
-    await eventually(lambda: no_leases(prefill))
-
-
 # -- what is refused
 
 

@@ -121,7 +121,7 @@ def test_a_broken_checkpoint_is_refused_before_a_process_is_started(
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(ConfigError, match=r"model\.safetensors is no safetensors file"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not a complete safetensors file"):
         start(copied)
 
 

@@ -36,7 +36,7 @@ def _the_engine_never_hears_of_it(llm: LLM) -> Iterator[None]:
         (
             [5] * (MAX_NUM_TOKENS + 1),
             ValueError,
-            "without enable_chunked_prefill, max_num_tokens 96 is the most",
+            "without enable_chunked_prefill, at most max_num_tokens 96 are allowed",
         ),
         ([5, VOCAB], ValueError, r"token ids outside \[0, 258\)"),
         ([5, -1], ValueError, r"token ids outside \[0, 258\)"),
@@ -47,7 +47,7 @@ def _the_engine_never_hears_of_it(llm: LLM) -> Iterator[None]:
         ([5, "6"], TypeError, "list"),
         ({}, TypeError, "NoneType"),
         ({"prompt_token_ids": [5.5]}, TypeError, "list"),
-        ({"prompt_token_ids": [5], "multi_modal_data": {}}, NotImplementedError, "multi_modal_data"),
+        ({"prompt_token_ids": [5], "query": {}}, NotImplementedError, "query"),
         (np.asarray([5.0]), TypeError, "ndarray"),
     ],
     ids=repr,

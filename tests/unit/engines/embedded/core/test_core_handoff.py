@@ -62,12 +62,6 @@ def pair(engines: Pair) -> Iterator[Pair]:
 # -- the good case
 
 
-@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 100])
-def test_two_stages_give_the_tokens_of_one(pair: Pair, num_tokens: int) -> None:
-    tokens = prompt(num_tokens, salt=num_tokens)
-    assert pair.generate(tokens, 12) == pair.agg.generate(tokens, 12)
-
-
 def test_the_prompts_blocks_stay_leased_until_they_are_read(pair: Pair) -> None:
     tokens = prompt(3 * BLOCK, salt=3)
     free = pair.prefill.free_blocks

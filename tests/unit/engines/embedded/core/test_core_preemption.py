@@ -69,15 +69,6 @@ def test_a_paused_request_can_be_cancelled(paused: tuple[Core, list[int]]) -> No
     assert core.engine.scheduler.reservations.swap.num_used == 0
 
 
-def test_choices_of_one_request_are_paused_one_by_one(make_core: MakeCore) -> None:
-    core = make_core()
-    request_id = core.add([5] * 30, 50, choices=3)
-    until_paused(core)
-    core.run(request_id)
-    assert [len(core.answers[request_id, i].tokens) for i in range(3)] == [50] * 3
-    core.assert_idle()
-
-
 def test_a_running_request_that_can_never_end_in_a_pool_that_shrank_may_be_tried_elsewhere(
     make_core: MakeCore,
 ) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from trtllm_disagg.common.exits import ExitCode
+from trtllm_disagg.common.interpreter import python
 from trtllm_disagg.engines.embedded.core.precompile import main
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.processes.exits import ExitCode
-from trtllm_disagg.processes.interpreter import python
 
 if not this_cpu().compiles:
     pytest.skip("this CPU level compiles nothing", allow_module_level=True)

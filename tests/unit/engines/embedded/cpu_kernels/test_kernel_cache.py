@@ -18,7 +18,7 @@ from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 if not this_cpu().compiles:
     pytest.skip("this CPU level compiles nothing", allow_module_level=True)
 
-from trtllm_disagg.engines.embedded.cpu_kernels.compiled import CompileLocks, Kernel, compile_unless_taken
+from trtllm_disagg.engines.embedded.cpu_kernels.compiled import CompileLocks, Kernel, compile_unless_locked
 
 
 def double(x: int) -> int:
@@ -116,7 +116,7 @@ def test_draft_of_a_killed_writer_is_removed(tmp_path: Path, new_kernel: Callabl
 PROGRAM = """
 import logging, sys
 from numba.extending import overload
-from trtllm_disagg.engines.embedded.cpu_kernels.compiled import compile_unless_taken, compiled
+from trtllm_disagg.engines.embedded.cpu_kernels.compiled import compile_unless_locked, compiled
 
 logging.basicConfig(level="INFO", format="%(message)s", stream=sys.stdout)
 
@@ -134,7 +134,7 @@ def double(x):
     return helper(x)
 
 if sys.argv[1:] == ["unless-taken"]:
-    print("is compiled", compile_unless_taken(double, 21), flush=True)
+    print("is compiled", compile_unless_locked(double, 21), flush=True)
 print("result", double(21), sum(double.stats.cache_misses.values()), flush=True)
 print("SciPy is", "imported" if "scipy.linalg" in sys.modules else "not imported", flush=True)
 """
@@ -214,9 +214,9 @@ def test_kernel_being_compiled_by_another_process_is_not_compiled_twice(
 
 def test_a_kernel_that_no_process_compiles_is_compiled_ahead_once(new_kernel: Callable[[], Any]) -> None:
     first, second = new_kernel(), new_kernel()
-    assert compile_unless_taken(first, 4)
+    assert compile_unless_locked(first, 4)
     assert first(4) == 8
-    assert compile_unless_taken(second, 4)
+    assert compile_unless_locked(second, 4)
     assert second(4) == 8
     assert (compiled_and_loaded(first), compiled_and_loaded(second)) == ((1, 0), (0, 1))
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from trtllm_disagg.common.interpreter import python
 from trtllm_disagg.engines.embedded.cpu_kernels.compiled import kernel_folder
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.processes.interpreter import python
 
 
 def mode(path: Path) -> int:
@@ -73,9 +73,9 @@ def test_without_any_folder_there_is_none_and_a_warning(
 #: Ends as an engine's process does.
 WITHOUT_EXIT_HANDLERS = """
 import os
-from trtllm_disagg.engines.embedded.cpu_kernels.compiled import compiled, compile_unless_taken
+from trtllm_disagg.engines.embedded.cpu_kernels.compiled import compiled, compile_unless_locked
 double = compiled()(lambda x: x + x)
-assert compile_unless_taken(double, 4)
+assert compile_unless_locked(double, 4)
 assert double(4) == 8
 os._exit(0)
 """

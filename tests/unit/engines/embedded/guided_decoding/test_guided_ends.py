@@ -185,5 +185,5 @@ def test_a_grammar_that_can_begin_with_nothing_is_refused_in_one_sentence(core: 
     with pytest.raises(InvalidRequestError) as refusal:
         guide_of(core, guided(GuidedDecodingParams(grammar=grammar)))
     assert str(refusal.value) == (
-        "guided decoding: no token can begin an answer; is a rule of the grammar defined by itself alone?"
+        "guided decoding: no token can begin an answer; is a rule defined by itself alone?"
     )

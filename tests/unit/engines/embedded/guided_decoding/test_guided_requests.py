@@ -72,7 +72,9 @@ class Pet(pydantic.BaseModel):
     ("params", "good", "bad"),
     [
         ({"json": SCHEMA}, '{"a": 1}', '{"a": "x"}'),
-        ({"json": json.dumps(SCHEMA)}, '{"a":1}', "[]"),
+        ({"json": json.dumps(SCHEMA)}, '{"a": 1}', '{"a":1}'),
+        ({"json": SCHEMA}, '{"a": 1}', '{"a": 1 }'),
+        ({"json": "true"}, "[1, {}]", "[1,\n{}]"),
         ({"json": {}}, "[1, null]", "[1"),
         ({"json": {"type": "number", "multipleOf": 0.01}}, "1.25", "1.255"),
         ({"json": {"type": "integer", "multipleOf": 86400}}, "172800", "172801"),
@@ -97,7 +99,7 @@ def test_each_option_is_a_grammar(params: dict[str, Any], good: str, bad: str) -
         ({"json": "{"}, "json: Expecting property name"),
         ({"json": {"type": "no such type"}}, "json: Invalid type: no such type"),
         ({"json": {"type": "object", "dependentSchemas": {"a": {}}}}, "json: Unimplemented keys"),
-        ({"json": {1, 2}}, "json: Object of type set is not JSON serializable"),
+        ({"json": {1, 2}}, "json: .*not JSON serializable"),
         ({"json": {"$ref": "http://127.0.0.1/schema"}}, "json: Resource"),
         ({"json": '{"items":' * 99_999 + "{}" + "}" * 99_999}, "json: maximum recursion depth"),
         # llguidance would build one state for each remainder, without end.
@@ -203,22 +205,6 @@ def test_a_choice_matches_itself_and_nothing_else(choices: list[str], other: str
 def test_an_empty_guide_is_refused_by_its_name(guided: dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidRequestError, match=named):
         request(sampling_options={"guided_decoding": guided})
-
-
-@pytest.mark.parametrize(
-    "guided",
-    [
-        None,
-        {},
-        {"json": None},
-        {"json": {}},
-        {"json": True},
-        {"choice": [""]},
-        {"json_object": False, "regex": "a"},
-    ],
-)
-def test_a_guide_that_is_not_empty_or_not_given_is_taken(guided: dict[str, Any] | None) -> None:
-    request(sampling_options={"guided_decoding": guided})
 
 
 def test_refusal_of_prompt_logprobs_names_echo() -> None:

@@ -13,7 +13,7 @@ from trtllm_disagg.engines.embedded.ipc.sockets import (
     framed,
     receive_exactly,
     receive_frame,
-    receive_whole_frame,
+    receive_only_frame,
 )
 
 Ends = tuple[socket.socket, socket.socket]
@@ -48,19 +48,19 @@ def test_a_whole_frame_of_any_length_is_received(ends: Ends, payload: bytes) -> 
     ours, theirs = ends
     theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     theirs.sendall(framed(payload))
-    assert receive_whole_frame(ours, seconds=5.0, max_bytes=1 << 20) == payload
+    assert receive_only_frame(ours, seconds=5.0, max_bytes=1 << 20) == payload
 
 
 def test_a_whole_frame_has_its_limits_and_its_end(ends: Ends) -> None:
     ours, theirs = ends
     with pytest.raises(TimeoutError):
-        receive_whole_frame(ours, seconds=0.01, max_bytes=100)
+        receive_only_frame(ours, seconds=0.01, max_bytes=100)
     theirs.sendall(framed(b"answer") + b"and more")
     with pytest.raises(UnreadableError, match="8 bytes behind"):
-        receive_whole_frame(ours, seconds=5.0, max_bytes=100)
+        receive_only_frame(ours, seconds=5.0, max_bytes=100)
     theirs.sendall(framed(b"12345"))
     with pytest.raises(UnreadableError, match="5 bytes; at most 4"):
-        receive_whole_frame(ours, seconds=5.0, max_bytes=4)
+        receive_only_frame(ours, seconds=5.0, max_bytes=4)
     theirs.close()
     with pytest.raises(EOFError):
-        receive_whole_frame(ours, seconds=5.0, max_bytes=100)
+        receive_only_frame(ours, seconds=5.0, max_bytes=100)

@@ -96,7 +96,7 @@ def test_peer_closed_within_a_message_is_eof(ends: tuple[Link[Message], ...]) ->
 def test_a_reader_that_stays_too_far_behind_is_taken_for_gone(
     ends: tuple[Link[Message], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets, "MOST_BACKLOG_BYTES", 2 * len(LARGE))
+    monkeypatch.setattr(sockets, "MAX_BACKLOG_BYTES", 2 * len(LARGE))
     here, there = ends
     for i in range(4):
         here.send((i, LARGE))

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +18,6 @@ from trtllm_disagg.engines.embedded.kv_cache.block_manager import (
     block_key,
     event_hash,
 )
-from trtllm_disagg.errors import EngineError
 
 SIZE = 2
 NUM_BLOCKS = 6
@@ -158,40 +156,6 @@ def test_the_prefix_that_was_used_longest_ago_is_evicted_first() -> None:
     blocks.allocate(2)
     assert blocks.match(blocks.prompt_keys(old, b"")) == first
     assert blocks.match(blocks.prompt_keys(new, b"")) == []
-
-
-def test_a_used_block_is_never_evicted() -> None:
-    blocks = manager(3)
-    held = store(blocks, [1, 2])
-    blocks.release(store(blocks, [3, 4]))
-    assert not set(blocks.allocate(2)) & set(held)
-    with pytest.raises(EngineError, match="1 KV blocks wanted, 0 available"):
-        blocks.allocate(1)
-
-
-def test_a_known_block_that_would_be_kept_does_not_count_as_available() -> None:
-    blocks = manager(3)
-    known = store(blocks, [1, 2])
-    blocks.release(known)
-    assert blocks.can_allocate(3)
-    assert blocks.can_allocate(2, besides=known)
-    assert not blocks.can_allocate(3, besides=known)
-
-
-def test_evicted_parent_content_is_committed_again_from_the_own_block() -> None:
-    log = KvEventLog(100, 64)
-    blocks = BlockManager(4, SIZE, enable_reuse=True, events=log)
-    tokens = [1, 2, 3, 4]
-    theirs = store(blocks, tokens[:2])
-    ours, keys = blocks.allocate(2), list[bytes]()
-    blocks.commit(tokens[:2], ours, keys, b"")
-    blocks.release(theirs)
-    blocks.allocate(2)
-    assert blocks.match(keys) == [], "the only copy that was known is gone"
-    blocks.commit(tokens, ours, keys, b"")
-    assert blocks.match(keys) == ours
-    replay = Replay()
-    replay.apply(log.take())
 
 
 def test_without_block_reuse_no_block_is_cached() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.meeting import wait_until
 from tests.support.strangers import as_stranger, require
+from trtllm_disagg.common.machine import birth
 from trtllm_disagg.engines.embedded.ipc import sockets
 from trtllm_disagg.engines.embedded.ipc.sockets import VARIABLE, Listener, connect
 from trtllm_disagg.engines.embedded.kv_transfer import control
@@ -28,7 +29,6 @@ from trtllm_disagg.engines.embedded.kv_transfer.control import (
 )
 from trtllm_disagg.engines.embedded.kv_transfer.pull import LeaseTable
 from trtllm_disagg.errors import KvTransferError
-from trtllm_disagg.processes.machine import birth
 from trtllm_disagg.wire.kv_handle import VERSION, KvHandle
 
 METADATA = PeerMetadata("prefill-1", "SHARED_MEMORY", KvLayout("m", 4, 32, 2, 16, "float32"), 8, b"address")
@@ -315,7 +315,7 @@ def test_forged_endpoint_is_not_connected_to(
         raise AssertionError(f"connected to {path}")
 
     monkeypatch.setattr(sockets, "connect", refuse)
-    with pytest.raises(KvTransferError, match=r"is not in /.*between hosts TensorRT-LLM"):
+    with pytest.raises(KvTransferError, match=r"is not in /.*one host only; use TensorRT-LLM"):
         client.metadata(endpoint.format(sockets.directory()), SECONDS)
 
 

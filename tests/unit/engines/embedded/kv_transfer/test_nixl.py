@@ -23,12 +23,12 @@ from tests.support.fake_transport import WaitsFor
 from tests.support.meeting import wait_until
 from tests.support.nixl_agents import ScriptedAgents
 from tests.support.pools import DIM, HEADS, LAYERS, LAYOUT, SLOTS, Pool, TcpTransport, pool_in_a_child
+from trtllm_disagg.common import machine as proc_stat
+from trtllm_disagg.common.machine import ProcessMark
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts, PeerMetadata, ReadTimeoutError
+from trtllm_disagg.engines.embedded.kv_transfer.connections import PeerConnections
 from trtllm_disagg.engines.embedded.kv_transfer.nixl import NixlAddress, NixlTransport
-from trtllm_disagg.engines.embedded.kv_transfer.peers import Peers
 from trtllm_disagg.errors import ConfigError, KvTransferError
-from trtllm_disagg.processes import machine as proc_stat
-from trtllm_disagg.processes.machine import ProcessMark
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_card_with_the_metadata_of_another_agent_is_refused(pools: tuple[Pool,
     sender, receiver = pools
     receiver.transport.forget(sender.card)
     card = msgspec.structs.replace(sender.card, sender="impostor")
-    with pytest.raises(KvTransferError, match="the metadata of impostor is that of sender"):
+    with pytest.raises(KvTransferError, match="the metadata of impostor belongs to sender"):
         receiver.read(card, [0], [0])
     receiver.read(sender.card, [0], [0])
 
@@ -261,7 +261,9 @@ def test_a_late_read_ends_although_the_next_pull_from_that_peer_fails() -> None:
     endpoint = "tcp://127.0.0.1:1"
     with pool_in_a_child("NIXL", "tcp") as (card, process):
         receiver = Pool("NIXL", 8, "late-receiver-3", TcpTransport())
-        peers = Peers(receiver.transport, LAYOUT, timeouts=KvTimeouts(control=0.2), on_change=lambda: None)
+        peers = PeerConnections(
+            receiver.transport, LAYOUT, timeouts=KvTimeouts(control=0.2), on_change=lambda: None
+        )
         peers.metadata.known[endpoint] = card
         receiver.read(card, [0], [0])
         stop(process)

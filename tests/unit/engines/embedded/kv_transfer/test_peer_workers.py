@@ -20,7 +20,12 @@ from tests.support.meeting import wait_until
 from tests.support.pools import DIM, HEADS, LAYERS, LAYOUT, SLOTS
 from trtllm_disagg.engines.embedded.ipc.sockets import Listener, directory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvTimeouts
-from trtllm_disagg.engines.embedded.kv_transfer.peers import LateTransfer, LateTransfers, Peers, PeerThreads
+from trtllm_disagg.engines.embedded.kv_transfer.connections import (
+    LateTransfer,
+    LateTransfers,
+    PeerConnections,
+    PeerThreads,
+)
 from trtllm_disagg.engines.embedded.kv_transfer.pull import KvReceiver, KvSender, Pull
 from trtllm_disagg.errors import KvTransferError
 from trtllm_disagg.wire.kv_handle import KvHandle, decode_handle
@@ -57,13 +62,13 @@ def sender() -> Iterator[KvSender]:
     made.close()
 
 
-def peers_with(timeouts: KvTimeouts) -> Peers:
-    return Peers(transport(), LAYOUT, timeouts=timeouts, on_change=lambda: None)
+def peers_with(timeouts: KvTimeouts) -> PeerConnections:
+    return PeerConnections(transport(), LAYOUT, timeouts=timeouts, on_change=lambda: None)
 
 
 @pytest.fixture
-def peers() -> Peers:
-    return peers_with(KvTimeouts())
+def peers() -> PeerConnections:
+    return peers_with(KvTimeouts(control=1.0))
 
 
 @pytest.fixture
@@ -78,7 +83,7 @@ def handoff(sender: KvSender, request_id: int) -> KvHandle:
     )
 
 
-def test_a_stalled_sender_delays_no_other(sender: KvSender, peers: Peers, stalled: Stalled) -> None:
+def test_a_stalled_sender_delays_no_other(sender: KvSender, peers: PeerConnections, stalled: Stalled) -> None:
     finished = threading.Semaphore(0)
     receiver = KvReceiver(peers, on_finished=finished.release)
     good = handoff(sender, 1)
@@ -87,7 +92,7 @@ def test_a_stalled_sender_delays_no_other(sender: KvSender, peers: Peers, stalle
         receiver.start(Pull(handle=stuck, remote=[1], local=[1]))
         receiver.start(Pull(handle=good, remote=[1], local=[1]))
 
-        # The good one comes first: the question to the other peer may take five seconds.
+        # The good one comes first: the question to the other peer may take a second.
         assert finished.acquire(timeout=20)
         (first,) = receiver.take_finished()
         assert (first.handle, first.outcome.error) == (good, None)
@@ -126,7 +131,7 @@ def test_pulls_behind_one_without_an_answer_end_with_it_and_ask_no_more(
 
 
 def test_a_pull_whose_request_was_aborted_reads_nothing_and_gives_the_lease_back(
-    sender: KvSender, peers: Peers
+    sender: KvSender, peers: PeerConnections
 ) -> None:
     finished = threading.Semaphore(0)
     receiver = KvReceiver(peers, on_finished=finished.release)
@@ -141,7 +146,7 @@ def test_a_pull_whose_request_was_aborted_reads_nothing_and_gives_the_lease_back
         peers.close()
 
 
-def test_the_number_of_workers_is_bounded(sender: KvSender, peers: Peers) -> None:
+def test_the_number_of_workers_is_bounded(sender: KvSender, peers: PeerConnections) -> None:
     finished = threading.Semaphore(0)
     receiver = KvReceiver(peers, on_finished=finished.release)
     before = threading.active_count()

@@ -11,6 +11,7 @@ import pytest
 from tests.support.fake_transport import FakeTransport
 from trtllm_disagg.engines.embedded.ipc.sockets import directory
 from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, PeerMetadata
+from trtllm_disagg.engines.embedded.kv_transfer.connections import PeerConnections, PeerMetadataCache
 from trtllm_disagg.engines.embedded.kv_transfer.control import (
     ControlClient,
     ControlServer,
@@ -23,7 +24,6 @@ from trtllm_disagg.engines.embedded.kv_transfer.control import (
     Withdraw,
     new_ticket,
 )
-from trtllm_disagg.engines.embedded.kv_transfer.peers import PeerMetadataCache, Peers
 from trtllm_disagg.engines.embedded.kv_transfer.push import Expected, PushReceiver
 
 ENDPOINT = "prefill"
@@ -33,7 +33,7 @@ LAYOUT = KvLayout("model", 1, 16, 1, 8, "float32")
 METADATA = PeerMetadata("engine", "NIXL", LAYOUT, 4, b"")
 
 
-class ScriptedPeers(Peers):
+class ScriptedConnections(PeerConnections):
     """The prefill engine takes every offer, and says of all tickets that they are not open. With `is_done` it sends
     its notice while it is being asked.
     """
@@ -60,13 +60,13 @@ class ScriptedPeers(Peers):
 
 
 @pytest.fixture
-def peers(request: pytest.FixtureRequest) -> Iterator[ScriptedPeers]:
-    made = ScriptedPeers(is_done=request.param)
+def peers(request: pytest.FixtureRequest) -> Iterator[ScriptedConnections]:
+    made = ScriptedConnections(is_done=request.param)
     yield made
     made.close()
 
 
-class LostPrefill(Peers):
+class LostPrefill(PeerConnections):
     """The prefill engine has taken the offer, and nothing listens at its endpoint any more."""
 
     def __init__(self, endpoint: str, dead: float = 0.5) -> None:
@@ -152,7 +152,7 @@ def test_blocks_given_up_before_their_offer_was_sent_stay_apart_while_a_live_pre
         server.close()
 
 
-def expect_one(peers: ScriptedPeers) -> Expected:
+def expect_one(peers: ScriptedConnections) -> Expected:
     expected = expected_from(ENDPOINT)
     peers.receiver.expect(expected)
     assert peers.answered.wait(30)
@@ -164,7 +164,9 @@ def expect_one(peers: ScriptedPeers) -> Expected:
 
 
 @pytest.mark.parametrize("peers", [True], indirect=True)
-def test_an_answer_about_a_prefill_that_has_ended_meanwhile_drops_no_metadata(peers: ScriptedPeers) -> None:
+def test_an_answer_about_a_prefill_that_has_ended_meanwhile_drops_no_metadata(
+    peers: ScriptedConnections,
+) -> None:
     expected = expect_one(peers)
     assert expected.notice is not None
     assert expected.error is None
@@ -172,7 +174,7 @@ def test_an_answer_about_a_prefill_that_has_ended_meanwhile_drops_no_metadata(pe
 
 
 @pytest.mark.parametrize("peers", [False], indirect=True)
-def test_request_that_prefill_has_forgotten_fails_and_drops_its_metadata(peers: ScriptedPeers) -> None:
+def test_request_that_prefill_has_forgotten_fails_and_drops_its_metadata(peers: ScriptedConnections) -> None:
     expected = expect_one(peers)
     assert expected.error is not None
     assert "ended this request without a notice or a failure message" in str(expected.error)

@@ -65,18 +65,6 @@ def test_each_block_arrives_at_its_place_and_no_other_is_touched(
     assert torch.equal(target.kv, expected)
 
 
-def test_changed_blocks_of_the_sender_are_read_anew(pools: tuple[Pool, Pool]) -> None:
-    sender, receiver = pools
-    for start in (3.0, 4.0):
-        sender.fill(start)
-        receiver.read(sender.card, [2, 3], [0, 1])
-        assert torch.equal(receiver.kv[:2], sender.kv[2:4])
-
-
-def test_a_pool_starts_empty(make_pool: MakePool) -> None:
-    assert not make_pool().kv.any()
-
-
 def test_forgotten_peer_can_be_read_again(pools: tuple[Pool, Pool]) -> None:
     sender, receiver = pools
     for _ in range(2):
@@ -85,16 +73,6 @@ def test_forgotten_peer_can_be_read_again(pools: tuple[Pool, Pool]) -> None:
         receiver.read(sender.card, [7], [7])
         assert torch.equal(receiver.kv[7], sender.kv[7])
         receiver.transport.forget(sender.card)
-
-
-def test_pool_can_read_and_be_read(make_pool: MakePool) -> None:
-    """A worker that was switched from decode to prefill."""
-    first, second = make_pool(8, "first"), make_pool(8, "second")
-    first.fill(1.0)
-    second.read(first.card, [0], [0])
-    first.kv.zero_()
-    first.read(second.card, [0], [1])
-    assert torch.equal(first.kv[1], second.kv[0])
 
 
 def test_an_engine_can_read_from_itself(make_pool: MakePool) -> None:

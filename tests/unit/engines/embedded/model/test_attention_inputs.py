@@ -11,7 +11,8 @@ import torch
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
-from trtllm_disagg.engines.embedded.model.attention import LayerAttention, StepLayout
+from trtllm_disagg.engines.embedded.model.attention import StepLayout
+from trtllm_disagg.engines.embedded.model.layers import LayerAttention
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
 
 HEADS, KV_HEADS, DIM, SIZE = 4, 2, 8, 16

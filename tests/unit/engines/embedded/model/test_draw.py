@@ -59,7 +59,7 @@ def test_a_draw_is_that_of_the_sorted_vocabulary_in_any_batch(
     sequences = [sequence(s, seed=seed + i) for i, s in enumerate(rows)]
     together = draw(scores, sequences)
     assert together == [draw(scores[i : i + 1], [s])[0] for i, s in enumerate(sequences)]
-    us = [draw_module.uniform(s.seed, s.index, len(s.tokens)) for s in sequences]
+    us = [draw_module.uniform(s.seed, len(s.tokens)) for s in sequences]
     wanted = [drawn_by_sorting(row, s, u) for row, s, u in zip(scores, rows, us, strict=True)]
     assert together == wanted
 

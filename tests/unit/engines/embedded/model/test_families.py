@@ -73,13 +73,6 @@ def engine(request: pytest.FixtureRequest, family: str, checkpoints: Checkpoints
     core.close()
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_greedy_tokens_are_those_of_transformers(
-    engine: Core, expected: dict[int, list[int]], length: int
-) -> None:
-    assert engine.generate(prompt(length), NEW_TOKENS) == expected[length]
-
-
 def test_greedy_tokens_are_those_of_transformers_when_all_run_together(
     engine: Core, expected: dict[int, list[int]]
 ) -> None:

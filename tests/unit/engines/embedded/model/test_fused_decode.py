@@ -78,7 +78,7 @@ def test_a_model_that_does_not_fill_whole_panels_is_served_by_many_calls_and_nam
     core = Core(write_checkpoint(tmp_path, "llama", intermediate_size=160))
     model: Any = core.engine.model
     assert model.runner.forward.fused is None
-    assert "a weight of 64 outputs from 160 inputs: not a multiple of 64" in caplog.text
+    assert "weight with 64 outputs and 160 inputs: not a multiple of 64" in caplog.text
     core.close()
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from trtllm_disagg.engines.embedded.cpu_kernels import parallel
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
-from trtllm_disagg.engines.embedded.model.linear import MOST_ROWS, PackedLinear, packing_works
+from trtllm_disagg.engines.embedded.model.linear import MAX_ROWS, PackedLinear, packing_works
 from trtllm_disagg.engines.embedded.model.pack import pack_linears
 
 SHAPES = [(64, 192), (192, 64), (64, 258), (100, 17)]
@@ -61,7 +61,7 @@ def test_many_rows_are_the_librarys_where_it_alone_has_threads(
     torch.set_num_threads(threads)
     packed = PackedLinear(make(64, 192))
     monkeypatch.setattr(packed, "by_library", lambda rows: rows.new_zeros(len(rows), 192))
-    by_library = not packed(torch.ones(MOST_ROWS + 1, 64)).any()
+    by_library = not packed(torch.ones(MAX_ROWS + 1, 64)).any()
     assert by_library == (threads == 2 or this_cpu().level != "avx2")
     torch.set_num_threads(before)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import may_use_tiles, this_cpu
-from trtllm_disagg.engines.embedded.model.linear import MOST_ROWS, PackedLinear, panels_of
+from trtllm_disagg.engines.embedded.model.linear import MAX_ROWS, PackedLinear, panels_of
 
 SHAPES = [(64, 64), (192, 512), (128, 640), (1000, 96), (128, 1536), (64, 2816), (3, 2)]
 
@@ -33,10 +33,10 @@ def linear(outputs: int, inputs: int, dtype: torch.dtype, bias: bool = True) -> 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_packed_row_has_the_same_bits_in_any_batch(outputs: int, inputs: int, bias: bool) -> None:
     packed = PackedLinear(linear(outputs, inputs, torch.float32, bias))
-    x = torch.randn(MOST_ROWS + 20, inputs)
+    x = torch.randn(MAX_ROWS + 20, inputs)
     with torch.inference_mode():
         every = packed(x)
-        for rows in range(1, MOST_ROWS + 1):
+        for rows in range(1, MAX_ROWS + 1):
             assert torch.equal(packed(x[:rows]), every[:rows]), rows
 
 
@@ -62,10 +62,10 @@ def test_bfloat16_has_the_librarys_bits_where_the_kernel_is_used(outputs: int, i
 def test_bfloat16_row_has_the_same_bits_in_any_batch_by_tiles(outputs: int, inputs: int, bias: bool) -> None:
     packed = PackedLinear(linear(outputs, inputs, torch.bfloat16, bias))
     assert packed.panels is not None
-    x = torch.randn(MOST_ROWS, inputs).to(torch.bfloat16)
+    x = torch.randn(MAX_ROWS, inputs).to(torch.bfloat16)
     with torch.inference_mode():
         every = packed(x)
-        for rows in range(1, MOST_ROWS):
+        for rows in range(1, MAX_ROWS):
             assert torch.equal(packed(x[:rows]), every[:rows]), rows
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from trtllm_disagg.engines.embedded.cpu_kernels.cpu import this_cpu
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
-from trtllm_disagg.engines.embedded.model.attention import LayerAttention, StepLayout
+from trtllm_disagg.engines.embedded.model.attention import StepLayout
 from trtllm_disagg.engines.embedded.model.layer_ops import LayerOps
+from trtllm_disagg.engines.embedded.model.layers import LayerAttention
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
 
 
@@ -103,7 +104,7 @@ class Part:
 def attended(
     ops: LayerOps, parts: Sequence[Part], how: LayerAttention, size: int = 16, *, last_only: bool = False
 ) -> list[torch.Tensor]:
-    """Answers for each part, all in one step over a pool with blocks of `size`, whose other numbers are infinite."""
+    """Answers for each part, all in one step over a pool with blocks of `size`; its other numbers are infinite."""
     _, kv_heads, dim = parts[0].prompt.key.shape
     lengths = [-(-part.end // size) for part in parts]
     order = torch.randperm(sum(lengths), generator=torch.Generator().manual_seed(1)).tolist()

@@ -11,7 +11,7 @@ import torch
 from trtllm_disagg.engines.embedded.cpu_kernels import decode_attention
 from trtllm_disagg.engines.embedded.cpu_kernels.layer_kernels import as_array
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
-from trtllm_disagg.engines.embedded.model.attention import capped_attention
+from trtllm_disagg.engines.embedded.model.layers import capped_attention
 
 HEADS, KV_HEADS, DIM, KEYS, SIZE = 6, 2, 16, 45, 15
 SCALE, CAP = 0.7, 3.0

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 import trtllm_disagg.engines.embedded
-from tools.reference import arguments
+from scripts.reference import arguments
 from trtllm_disagg.engines.embedded.params.llm_args import (
     NO_EFFECT,
     CapacitySchedulerPolicy,

@@ -9,7 +9,6 @@ import pytest
 from tests.support.scheduling import HANDLE, SIZE, TILE, Engine, sequence
 from trtllm_disagg.engines.embedded.kv_cache.block_manager import BlockManager
 from trtllm_disagg.engines.embedded.scheduler.scheduler import Scheduler
-from trtllm_disagg.engines.embedded.scheduler.sequence import Status
 
 
 def make(num_blocks: int = 16, *, chunked: bool = True, **args: Any) -> Engine:
@@ -110,22 +109,6 @@ def test_the_request_that_waits_longest_starts_first_unless_priorities_say_other
     while len(engine.finished) < len(order):
         engine.step()
     assert engine.finished == order
-
-
-@pytest.mark.parametrize("status", [Status.WAITING, Status.RECEIVING, Status.RUNNING])
-def test_a_finished_sequence_leaves_no_trace_whatever_it_was_doing(status: Status) -> None:
-    scheduler, blocks = parts()
-    victim = sequence(1, 4, handle=HANDLE if status is Status.RECEIVING else None)
-    scheduler.add(victim)
-    if status is not Status.WAITING:
-        list(scheduler.admit())
-    assert victim.status is status
-    assert scheduler.find(1) == [victim]
-    scheduler.finish(victim)
-    blocks.release(victim.blocks)
-    assert scheduler.find(1) == []
-    assert not scheduler.has_runnable
-    assert blocks.num_available == blocks.num_blocks
 
 
 # -- chunks

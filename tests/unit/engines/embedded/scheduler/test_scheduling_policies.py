@@ -14,7 +14,7 @@ from trtllm_disagg.engines.embedded.kv_cache.block_manager import event_hash
 KINDS = ["context_and_generation", "context_and_generation", "context_only", "generation_only"]
 
 
-MOST_NEW = 24
+MAX_NEW = 24
 
 
 def prompt_of(stem: int, length: int, fork: int) -> list[int]:
@@ -30,7 +30,7 @@ add = st.tuples(
         st.sampled_from([1, 17, 32, 33, 60, 72]),
         st.sampled_from([3, 20, 37, 50, 99]),
     ),
-    st.sampled_from([1, 9, MOST_NEW, MOST_NEW]),
+    st.sampled_from([1, 9, MAX_NEW, MAX_NEW]),
     st.sampled_from(KINDS),
 )
 other = st.tuples(st.sampled_from(["step", "step", "step", "receive", "fail", "lease", "evict", "abort"]))
@@ -88,7 +88,7 @@ class Run:
         self.engine.scheduler.add(
             sequence(self.next, len(prompt), max_tokens, prompt=prompt, handle=handle, request_type=kind)
         )
-        whole = solo(tuple(prompt), MOST_NEW, self.engine.tokens_per_block)
+        whole = solo(tuple(prompt), MAX_NEW, self.engine.tokens_per_block)
         self.wanted[self.next] = whole[: 1 if kind == "context_only" else max_tokens]
 
     def do(self, action: str) -> None:

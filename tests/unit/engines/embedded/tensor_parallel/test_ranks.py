@@ -79,10 +79,20 @@ def used_in_a_second(ranks: list[psutil.Process]) -> list[float]:
 
 
 def assert_gone(ranks: list[psutil.Process]) -> None:
-    """And nothing of mpich is left where files stay."""
+    """And nothing of mpich is left where files stay; ranks of a test beside this one have theirs until they joined."""
     _, alive = psutil.wait_procs(ranks, timeout=60)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
-    assert set(Path("/dev/shm").glob("mpich_shm_*")) <= SHARED_BEFORE
+    left = set(Path("/dev/shm").glob("mpich_shm_*")) - SHARED_BEFORE
+    assert {file for file in left if not is_mapped(file)} == set()
+
+
+def is_mapped(file: Path) -> bool:
+    """By any process: one maps mpich's memory until it ends."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            if str(file) in maps.read_text():
+                return True
+    return False
 
 
 def test_idle_ranks_sleep_a_stopped_one_may_go_on_and_a_killed_one_ends_all_requests(
@@ -148,7 +158,7 @@ def test_a_stopped_rank_ends_the_engine_with_the_cause(checkpoints: Checkpoints,
         started = ranks[1].parents()[:2]
         result = llm.generate_async(PROMPT, SamplingParams(max_tokens=1900, ignore_eos=True, end_id=1))
         ranks[rank].suspend()
-        with pytest.raises(RequestError, match=rf"rank {rank} of the engine .* was stopped"):
+        with pytest.raises(RequestError, match=rf"rank {rank} of the engine .* has been stopped"):
             result.result(timeout=_SECONDS)
         assert_gone([*ranks, *started])
 
