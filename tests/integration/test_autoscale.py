@@ -19,15 +19,21 @@ from typing import Any
 import pytest
 from dynamo._core import VirtualConnectorCoordinator
 from dynamo.runtime import DistributedRuntime
+from openai import OpenAI
 
-from tests.support.deployments import Served, demo_config, served, wait_until
+from tests.support.deployments import Served, demo_config, demo_model, served, wait_until
+from tests.support.dynamo_deployment import DynamoDeployment
+from trtllm_disagg.admin.keys import AdminKey
 from trtllm_disagg.common.interpreter import python
 from trtllm_disagg.tools.up.plan import LOOPBACK, NO_WORKERS
 from trtllm_disagg.tools.up.ports import free_http_port
 
 #: No first token comes within a microsecond.
 LATE = ("--slo", "ttft=0.001,tpot=10000", "--interval", "0.1")
-SLOW = ("--override-engine-args", '{"recording": {"step_seconds": 0.2}}')
+#: A step takes far longer than all else of a request, so prefill is busy on a slow machine, too, where clients that
+#: began together stay in step.
+SLOW = ("--override-engine-args", '{"recording": {"step_seconds": 1}}')
+ASKED: dict[str, Any] = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -56,40 +62,52 @@ def test_the_workers_that_a_load_needs_are_there_and_idle_ones_leave(
     )
     answers: list[int] = []
     with served(config) as deployed:
-        with asking(deployed, answers):
-            wait_until(lambda: serving(deployed) == under_load, f"{under_load} serve", 60)
+        with asking(deployed.openai, answers):
+            wait_until(lambda: serving(deployed) == under_load, f"{under_load} serve", 120)
         if without_load is not None:
-            wait_until(lambda: serving(deployed) == without_load, f"{without_load} serve", 60)
+            wait_until(lambda: serving(deployed) == without_load, f"{without_load} serve", 120)
     assert set(answers) == {1}
     assert " is late: " in (config.run_dir / "autoscale.log").read_text()
 
 
-def test_the_workers_of_a_fleet_flip_with_the_load_by_what_they_and_the_frontend_say(tmp_path: Path) -> None:
-    config = demo_config(
-        "decode_first",
-        tmp_path / "run",
-        engine="recording",
-        engine_configs={},
-        worker_args=SLOW,
-        decode_workers=2,
+@pytest.fixture
+def fleet_place(tmp_path: Path) -> Iterator[DynamoDeployment]:
+    place = DynamoDeployment(tmp_path)
+    yield place
+    place.stop()
+
+
+def test_the_workers_of_a_fleet_flip_with_the_load_by_what_they_and_the_frontend_say(
+    fleet_place: DynamoDeployment,
+) -> None:
+    AdminKey.create(key := fleet_place.directory / "key")
+    worker = ["trtllm_disagg", "worker", "--engine", "recording", "--model", str(demo_model()), *SLOW]
+    worker += ["--served-model-name", "demo", "--admin-key-file", str(key)]
+    worker += ["--disaggregation-strategy", "decode_first", "--disaggregation-mode"]
+    roles = {"prefill": "prefill", "decode-0": "decode", "decode-1": "decode"}
+    fleet_place.start_frontend()
+    fleet_place.start_workers({name: [*worker, role] for name, role in roles.items()})
+    fleet_place.wait_ready({**ASKED, "ignore_eos": True})
+    url = f"http://{LOOPBACK}:{fleet_place.http_port}"
+    where = ("--namespace", "dynamo", *(2 * ("--frontend", url)))
+    command = subprocess.Popen(
+        python("-m", "trtllm_disagg", "autoscale", *where, "--key-file", str(key), *LATE),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"DYN_FILE_KV": str(fleet_place.directory / "discovery")},
     )
+    # Without a flip the command ends, so that the assertion shows what it said.
+    deadline = threading.Timer(120, command.terminate)
+    deadline.start()
     answers: list[int] = []
-    with served(config) as deployed:
-        where = ("--namespace", "dynamo", *(2 * ("--frontend", deployed.deployment.base_url)))
-        key = ("--key-file", str(config.run_dir / "key"))
-        command = subprocess.Popen(
-            python("-m", "trtllm_disagg", "autoscale", *where, *key, *LATE),
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"DYN_FILE_KV": str(config.run_dir / "discovery")},
-        )
-        try:
-            with asking(deployed, answers):
-                assert command.stderr is not None
-                said = list(itertools.takewhile(lambda line: "only flip" not in line, command.stderr))
-        finally:
-            command.terminate()
-            command.communicate()
+    try:
+        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai, asking(openai, answers):
+            assert command.stderr is not None
+            said = list(itertools.takewhile(lambda line: "only flip" not in line, command.stderr))
+    finally:
+        deadline.cancel()
+        command.terminate()
+        command.communicate()
     assert re.search(r"prefill is late.*\n  decode \w+ is now a prefill worker", "".join(said))
     assert set(answers) == {1}
 
@@ -155,14 +173,13 @@ def serving(deployed: Served) -> dict[str, int]:
 
 
 @contextmanager
-def asking(deployed: Served, answers: list[int]) -> Iterator[None]:
-    """Clients ask on and on for one token, so prefill is busy even if they ask at once; the lengths of the answers."""
+def asking(openai: OpenAI, answers: list[int]) -> Iterator[None]:
+    """Clients ask on and on for one token, which prefill computes; the lengths of the answers."""
     is_over = threading.Event()
-    asked: dict[str, Any] = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 1}
 
     def ask() -> None:
         while not is_over.is_set():
-            answer = deployed.openai.completions.create(**asked, extra_body={"ignore_eos": True})
+            answer = openai.completions.create(**ASKED, extra_body={"ignore_eos": True})
             answers.append(answer.usage.completion_tokens if answer.usage else 0)
 
     clients = [threading.Thread(target=ask) for _ in range(4)]

@@ -133,6 +133,7 @@ def _of_fleet(args: argparse.Namespace, ratio: Ratio) -> ExitCode:
         raise ConfigError("--frontend is missing; give the URL of each frontend, or --run-dir of an `up`")
 
     async def follow(workers: Workers, key: str) -> ExitCode:
+        fleet.require_no_up(await all_workers(workers))
         place = _OfFleet(workers, key, args.frontend)
         if args.planner:
             await _follow_planner(fleet.where_of(args)["namespace"], place.reach, ratio.goal)

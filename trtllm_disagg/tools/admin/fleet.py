@@ -155,10 +155,18 @@ async def change(
     if others:
         allowed = f"the key that all workers have; these have another: {', '.join(others)}"
         raise ConfigError.bad_value(KEY_FLAG, key, allowed)
+    require_no_up(there)
     strategy = next((each.description.strategy for each in there), "decode_first")
     wanted = Wanted(strategy, old if is_rollout else there[0].description.revision or "")
     keeper = FleetKeeper(workers, wanted, first_stages, _STEPS[type(command)])
     return await first_completed(Wish(keeper, report, limit).come_true(command), keeper.keep())
+
+
+def require_no_up(there: Iterable[Described]) -> None:
+    """Raises ConfigError for a worker that an `up` keeps: it would take the change back."""
+    for each in there:
+        if name := each.description.process:
+            raise ConfigError(f"{each} is {name} of an `up`; give the --run-dir of that `up`, on its machine")
 
 
 def send(args: argparse.Namespace, command: WishCommand) -> Any:

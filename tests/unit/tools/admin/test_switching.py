@@ -175,6 +175,11 @@ async def test_switch_times_out_and_keeps_the_old_first_stage_while_the_frontend
             "prefill was started with --endpoint dyn://n.mine.generate",
         ),
         ("prefill_first", {4: {"key": "another"}}, r"--key-file: 'key' is not allowed; .* decode 4 .another"),
+        (
+            "prefill_first",
+            {4: {"process": "decode-1"}},
+            "decode 4 is decode-1 of an `up`; give the --run-dir",
+        ),
         ("prefill_first", {4: {"role": "cook"}}, "instance 4 at dyn://n.c.e is not a trtllm-disagg worker"),
     ],
 )
@@ -297,14 +302,14 @@ async def flip(flipping: Flipping, instance: str, seconds: float = 5.0) -> dict[
 
 
 async def test_a_flip_is_done_when_the_worker_is_ready_in_its_new_role() -> None:
-    flipping = Flipping({"warnings": ["it is small"]}, process="prefill-0")
+    flipping = Flipping({"warnings": ["it is small"]})
     outcome = await flip(flipping, "1")
     del outcome["seconds"]
     assert outcome == {
         "was": "prefill 1",
         "role": "decode",
         "instance": "2",
-        "process": "prefill-0",
+        "process": "",
         "warnings": ["it is small"],
     }
 
