@@ -134,7 +134,8 @@ def test_a_killed_engine_core_takes_its_ranks_along(checkpoints: Checkpoints) ->
         ranks = processes(llm.engine_pids)
         result = llm.generate_async(PROMPT, SamplingParams(max_tokens=1900, ignore_eos=True, end_id=1))
         os.kill(llm.engine_pid, signal.SIGKILL)
-        with pytest.raises(RequestError, match=rf"rank 0 of the engine \(process {llm.engine_pid}\) died"):
+        # The kernel may end rank 1 with its parent before it says that rank 0 has ended.
+        with pytest.raises(RequestError, match=r"rank [01] of the engine \(process \d+\) died"):
             result.result(timeout=_SECONDS)
         assert_gone(ranks)
 
