@@ -38,8 +38,8 @@ def _takes(keyword: str) -> Callable[[Any], bool]:
 RELEASES_HANDOFFS = Capability(
     "release a handoff",
     _is_true("releases_handoffs"),
-    "a decode worker fetches one token of a handoff that no decode takes; where there is none to ask, the KV stays "
-    "until cache_transceiver_config.kv_transfer_timeout_ms",
+    "a decode worker fetches one token of a handoff that no decode uses; without a decode worker, the KV stays until "
+    "cache_transceiver_config.kv_transfer_timeout_ms",
 )
 COUNTS_REQUESTS = Capability(
     "count its requests",
@@ -51,7 +51,7 @@ COUNTS_REQUESTS = Capability(
 IS_EXACT = Capability(
     "give the same answer again",
     _is_true("is_exact"),
-    "an answer goes on elsewhere behind the tokens that the client has, which may differ from what it would have been",
+    "another worker continues behind the client's tokens, and may choose other tokens than the first worker would have",
 )
 REPORTS_ITS_LENGTH = Capability(
     "report its longest sequence",
@@ -62,8 +62,7 @@ NAMES_ERRORS = Capability(
     "name an error's category",
     _is_true("names_errors"),
     "the words of its message decide: a length, an option or a guide is the caller's fault (400), a failed "
-    "KV transfer goes to the next fallback step, the "
-    "others are the engine's (500)",
+    "KV transfer leads to the next fallback step, and other errors are the engine's (500)",
 )
 HAS_CONTEXT_ENDPOINT = Capability(
     "offer a context endpoint to decode engines",
@@ -80,7 +79,7 @@ TAKES_RANKS = Capability(
     "take a rank of attention DP", _takes("scheduling_params"), "enable_attention_dp is refused at the start"
 )
 TAKES_PRIORITIES = Capability(
-    "take a priority", _takes("priority"), "requests are served in the order in which they come"
+    "take a priority", _takes("priority"), "the engine serves requests in the order of their arrival"
 )
 
 CAPABILITIES = (
