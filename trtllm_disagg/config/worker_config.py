@@ -161,7 +161,7 @@ class WorkerConfig:
     )
     max_tries: int = option(2, "max instances of the second stage tried per request", TRIES)
     breaker_failures: int = option(3, "failures in a row until an instance is skipped", POSITIVE)
-    breaker_seconds: float = option(5.0, "seconds it is skipped", SECONDS)
+    breaker_seconds: float = option(5.0, "seconds to skip such an instance", SECONDS)
     queue_timeout: float = option(30.0, "max seconds in the prefill queue", SECONDS)
     prefill_timeout: float = option(120.0, "max seconds of a prefill, including waiting", SECONDS)
     first_decode_token_timeout: float = option(
@@ -486,7 +486,7 @@ class WorkerConfig:
 
     @property
     def pulls_from(self) -> int:
-        """Minimum tokens of an answer whose KV moves back to prefill; 0: none moves."""
+        """Minimum tokens of an answer for its KV to move back to prefill; 0: none moves."""
         is_off = self.engine_spec.is_tensorrt_llm and not self.is_explicit("pull_min_tokens")
         return 0 if is_off else self.pull_min_tokens
 

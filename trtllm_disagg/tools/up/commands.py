@@ -15,7 +15,7 @@ from trtllm_disagg.errors import ConfigError
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="command", tag="describe", forbid_unknown_fields=True):
-    """Asks for the deployment's description. (Workers give theirs to all who ask.)"""
+    """Asks for the deployment's description. (Workers give theirs to every caller.)"""
 
 
 class Scale(msgspec.Struct, frozen=True, tag_field="command", tag="scale", forbid_unknown_fields=True):

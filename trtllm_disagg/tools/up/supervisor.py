@@ -242,7 +242,7 @@ class Supervisor:
         return late or death_report(process, self._when(process))
 
     async def _sweep(self, process: ManagedProcess, mark: str) -> None:
-        """Kills mpiexec's ranks, whose own sessions would keep the GPUs from the next start."""
+        """Kills mpiexec's ranks: in their own sessions they would keep the GPUs from the next start."""
         await kill_all_marked(PROCESS_VARIABLE, mark, self._kill_seconds)
         process.is_swept = True
 

@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         dest="gpu_devices",
         metavar="LIST",
-        help="GPUs of the workers, by CUDA's numbers; each worker gets its own, as many as its engine config says "
+        help="GPUs of the workers, by CUDA's numbers; each worker gets the number that its engine config says "
         f"(default: {', '.join(ROLE_VARIABLES[role] for role in ('prefill', 'decode'))}, or CUDA_VISIBLE_DEVICES, or "
         "all; only --engine tensorrt_llm)",
     )
@@ -204,7 +204,7 @@ def _serve(config: DeploymentConfig) -> ExitCode:
 
 
 def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
-    """The configuration, whose fields are named after the flags."""
+    """The configuration: its fields are named after the flags."""
     values = {
         field.name: getattr(args, field.name) for field in fields(DeploymentConfig) if field.name in args
     }
