@@ -149,7 +149,7 @@ class WorkerConfig:
         "local", "without a usable peer, local: run both phases; fail: answer 503", one_of("local", "fail")
     )
     max_local_fallbacks: int = option(
-        0, "max concurrent requests served alone because the other stage failed; 0: no limit", NUMBER
+        0, "max concurrent requests answered alone because the other stage failed; 0: no limit", NUMBER
     )
     max_local_fallback_tokens: int = option(
         0, "max tokens (prompts and answers) of those requests; 0: no limit", NUMBER
@@ -415,7 +415,7 @@ class WorkerConfig:
         if self.on_missing_stage == "fail":
             for name in ("max_local_fallbacks", "max_local_fallback_tokens"):
                 if self.value_of(name):
-                    self._refuse(name, "no value with --on-missing-stage fail: no request is served alone")
+                    self._refuse(name, "no value with --on-missing-stage fail: no request is answered alone")
         if is_generation_first and self.images:
             allowed = "context_first with --enable-multimodal: prefill must count the tokens of images first"
             self._refuse("schedule_style", allowed)

@@ -37,7 +37,7 @@ class Rollout(msgspec.Struct, frozen=True, tag_field="command", tag="rollout", f
 
     revision: str
     model: str = ""
-    #: Role -> path of its engine config.
+    #: Role -> path of its engine file.
     engine_configs: dict[str, str] = {}
     #: The new workers' interpreter.
     python: str = ""

@@ -55,7 +55,7 @@ class Gpus:
     needs: Mapping[str, GpuNeeds] = field(default_factory=dict)
 
     def environment(self, role: str, others: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str]:
-        """The variables of one more worker. `others`: roles and environments of the rest. Raises ConfigError if no GPU
+        """The variables of one more worker. `others`: those of the other workers. Raises ConfigError if no GPU
         has room.
         """
         if role not in self.needs:

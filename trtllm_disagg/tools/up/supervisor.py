@@ -392,7 +392,7 @@ class Supervisor:
         leftovers = [process for process in wave if process.is_running]
         if names := ", ".join(process.name for process in leftovers):
             waited = time.monotonic() - began
-            self.note(f"still running {waited:.1f} s after the order to stop, killed: {names}")
+            self.note(f"still running {waited:.1f} s after the signal to stop, killed: {names}")
         for process in leftovers:
             process.kill()
 
