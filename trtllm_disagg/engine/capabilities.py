@@ -51,7 +51,8 @@ COUNTS_REQUESTS = Capability(
 IS_EXACT = Capability(
     "give the same answer again",
     _is_true("is_exact"),
-    "another worker continues behind the client's tokens, and may choose other tokens than the first worker would have",
+    "after a failure, the next attempt continues behind the client's tokens, and may choose other tokens than the "
+    "first one would have",
 )
 REPORTS_ITS_LENGTH = Capability(
     "report its longest sequence",
@@ -61,8 +62,8 @@ REPORTS_ITS_LENGTH = Capability(
 NAMES_ERRORS = Capability(
     "name an error's category",
     _is_true("names_errors"),
-    "the words of its message decide: a length, an option or a guide is the caller's fault (400), a failed "
-    "KV transfer leads to the next fallback step, and other errors are the engine's (500)",
+    "the words of its message decide: a length, an option or a guide is the caller's fault (400), a failed KV "
+    "transfer leads to the next fallback step, and other errors are the engine's (500)",
 )
 HAS_CONTEXT_ENDPOINT = Capability(
     "offer a context endpoint to decode engines",
