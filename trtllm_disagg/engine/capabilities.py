@@ -51,8 +51,7 @@ COUNTS_REQUESTS = Capability(
 IS_EXACT = Capability(
     "give the same answer again",
     _is_true("is_exact"),
-    "after a failure, the next attempt continues behind the client's tokens, and may choose other tokens than the "
-    "first one would have",
+    "after a failure another attempt continues behind the client's tokens, perhaps not as the first would have",
 )
 REPORTS_ITS_LENGTH = Capability(
     "report its longest sequence",
@@ -68,7 +67,7 @@ NAMES_ERRORS = Capability(
 HAS_CONTEXT_ENDPOINT = Capability(
     "offer a context endpoint to decode engines",
     lambda llm: bool((getattr(llm, "disaggregated_params", None) or {}).get("ctx_info_endpoint")),
-    "--schedule-style generation_first is refused at the start",
+    "the worker refuses --schedule-style generation_first at its start",
 )
 REPORTS_CACHED_PROMPTS = Capability(
     "give log probabilities of a prompt with a cached prefix",
@@ -77,7 +76,7 @@ REPORTS_CACHED_PROMPTS = Capability(
     "its first output at the earliest: before, an abort would damage the answers to other requests",
 )
 TAKES_RANKS = Capability(
-    "take a rank of attention DP", _takes("scheduling_params"), "enable_attention_dp is refused at the start"
+    "take a rank of attention DP", _takes("scheduling_params"), "a worker refuses enable_attention_dp"
 )
 TAKES_PRIORITIES = Capability(
     "take a priority", _takes("priority"), "the engine serves requests in the order of their arrival"
