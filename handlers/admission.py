@@ -86,7 +86,7 @@ class Admission:
 
 
 class FallbackBudget:
-    """Limits the requests that this worker answers alone, so that a role whose peers are all lost is not overloaded."""
+    """Limits the requests that this worker answers alone, so a role that has lost all peers is not overloaded."""
 
     def __init__(self, thresholds: Live[Thresholds]) -> None:
         self._thresholds = thresholds

@@ -46,7 +46,7 @@ class AnsweringWorker:
         tokens: list[int] = []
         #: Length of the prompt and seed, for the worker that resumes this request if this one dies.
         link: MigrationLink | None = None
-        # Of several choices, the frontend does not say whose tokens the client has.
+        # The frontend does not say which of several choices the client's tokens belong to.
         is_only_choice = request.choice is None and request.num_choices == 1
         if self.resumes and request.phase_request is None and is_only_choice:
             request, tokens, link = resumed(request, self.replays)

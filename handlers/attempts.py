@@ -132,7 +132,7 @@ class Routes:
     """The attempts of each strategy, and of `local`: this worker does both phases."""
 
     by_name: Mapping[str, Sequence[Attempt]]
-    #: The order whose first stage is this worker's role, and the one whose first stage is a peer.
+    #: The order that starts with this worker's role, and the one that starts with a peer.
     own: str
     relayed: str
     #: The peer's order, used because this worker's batch is full.

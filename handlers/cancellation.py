@@ -32,7 +32,7 @@ class AbortGuard:
         self._result = result
         self._context = context
         self._allowed = not deferred
-        #: Called when a request ends whose block exited before the abort was allowed.
+        #: Called when a request ends after its block exited too early for an abort.
         self.then: Callable[[], None] = lambda: None
         self._wanted = False
         self._done = False

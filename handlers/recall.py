@@ -1,8 +1,8 @@
 """Frees prefill KV early when its answer never reached a decode engine, by two notices (`PhaseRequest.is_notice`).
 
-`recall` asks the prefill worker to release the KV: from a decode worker that received no answer, or a prefill worker
-whose queued prefill no decode worker fetches. `fetched` reports that an engine has begun to fetch. If a decode worker
-disappears from discovery, the prefill worker releases the KV that it had not reported as fetched.
+`recall` asks the prefill worker to release the KV: from a decode worker that received no answer, or from a prefill
+worker with a queued prefill that no decode worker fetches. `fetched` reports that an engine has begun to fetch. If a
+decode worker disappears from discovery, the prefill worker releases the KV that it had not reported as fetched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trtllm_disagg.wire.bodies import encode_notice
 
 log = logging.getLogger(__name__)
 
-#: Seeded once by the system, whose own numbers take 1 us each.
+#: Seeded once by the system: its own numbers take 1 us each.
 _ids = random.Random()
 #: Errors after which the prefill worker holds no KV.
 _REFUSALS = (InvalidRequestError, OverloadedError, EngineError)

@@ -3,7 +3,7 @@
 : "${SERVED_MODEL_NAME:=}"    # the name for clients (the name of the model directory when unset)
 : "${STRATEGY:=decode_first}" # or prefill_first, auto, router; the same for all workers
 : "${ENGINE:=}"               # tensorrt_llm or embedded (the worker's default when unset)
-: "${ENGINE_CONFIGS:=}"       # directory with agg.yaml, or prefill.yaml and decode.yaml (no engine config when unset)
+: "${ENGINE_CONFIGS:=}"       # directory with agg.yaml, or prefill.yaml and decode.yaml (no engine file when unset)
 : "${IMAGES:=no}"             # yes: serve images (--enable-multimodal); set it for the frontend, too
 : "${PUBLISH_METRICS:=yes}"   # no: step times are missing in /metrics, top and the Planner
 : "${NAMESPACE:=dynamo}"      # a frontend sees only workers of its Dynamo namespace
@@ -68,7 +68,7 @@ become_worker() {
     "${argv[@]}" || { echo "error: the worker ended with status $?; ending its ranks" >&2 && kill -TERM 0; exit 1; }
 }
 
-# read_ranks ROLE [ARG...]: sets script, ranks (from the engine config), launcher (starts ranks) and mpi (for srun).
+# read_ranks ROLE [ARG...]: sets script, ranks (from the engine file), launcher (starts ranks) and mpi (for srun).
 read_ranks() {
     [[ -z ${STOP_TIMEOUT:-} ]] || fail "STOP_TIMEOUT is for agg.sh and disagg.sh; here the argument --drain-seconds says how long a worker waits"
     local devices="${1^^}_CUDA_VISIBLE_DEVICES"

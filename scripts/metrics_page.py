@@ -35,9 +35,9 @@ HEAD = """# Metrics
 
 A worker with `--publish-metrics` and `DYN_SYSTEM_PORT=PORT` (at most 32767) shows these at `http://WORKER:PORT/metrics`,
 beside the metrics of Dynamo's runtime (`dynamo_component_*` of endpoints, `dynamo_work_handler_*`). As on
-`dynamo.trtllm`, `dynamo_component_errors_total` counts each answer that its reader left (`publish_response`, here also
-`publish_final`): the frontend at a stop string, and a worker that calls another. A histogram has `_bucket`, `_sum` and
-`_count`. What to do with them: [dashboards and alerts](../how-to/alerts.md).
+`dynamo.trtllm`, `dynamo_component_errors_total` counts each answer that its reader did not read to the end
+(`publish_response`, here also `publish_final`): a frontend at a stop string, or a calling worker. A histogram has
+`_bucket`, `_sum` and `_count`. What to do with them: [dashboards and alerts](../how-to/alerts.md).
 
 Every metric has the labels `dynamo_namespace`, `dynamo_component` (`prefill`, or `backend` for decode and agg),
 `dynamo_endpoint`, `worker_id`, `model` and `model_name`, those of TensorRT-LLM also `engine_type`. A label has a

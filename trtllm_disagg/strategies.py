@@ -39,7 +39,7 @@ class StrategySpec:
 
     @property
     def first_role(self) -> WorkerRole:
-        """The role whose workers get a request first. The frontend's own chain begins with prefill."""
+        """The role that gets a request first. The frontend's own chain begins with prefill."""
         return self.entry_role or "prefill"
 
     @property
@@ -49,7 +49,7 @@ class StrategySpec:
 
     @property
     def kv_routed_roles(self) -> tuple[WorkerRole, ...]:
-        """The roles whose workers the frontend's KV router picks."""
+        """The roles that the frontend's KV router picks."""
         return self.roles if self.entry_role is None else (self.entry_role,)
 
     @property

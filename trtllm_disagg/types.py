@@ -165,7 +165,7 @@ class PhaseRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     attempts: Attempts = ()
     #: For "prefill": the instance that asks.
     sender: int | None = None
-    #: For "prefill": earlier attempts whose KV the sender's engine has begun to fetch, reported once.
+    #: For "prefill": earlier attempts with KV that the sender's engine has begun to fetch, reported once.
     fetched: Attempts = ()
     #: For "whole": the decode worker that sends it because its batch is full. It decodes only if no other can.
     full: int | None = None
@@ -296,9 +296,9 @@ class Images:
     hashes: list[str]
     #: Options for the engine's image processor.
     processor_kwargs: dict[str, Any] | None = None
-    #: Whose images a cache of loaded images may give to this request.
+    #: The scope of the cache of loaded images that this request may use.
     cache_scope: str | None = None
-    #: How many tokens the prompt gets when its markers are expanded; None: unknown until an engine has counted.
+    #: Number of tokens that expanded markers add to the prompt; None: unknown until an engine has counted.
     num_added: int | None = None
 
 
@@ -507,7 +507,7 @@ class Handoff:
 
     @classmethod
     def not_ours(cls) -> Handoff:
-        """For a decode whose KV another worker or the engines release."""
+        """For a decode with KV that another worker or the engines release."""
         return cls(TokenChunk([]), None)
 
     @property

@@ -177,7 +177,7 @@ async def test_worker_stopped_by_sigterm_is_not_restarted_and_scale_replaces_it(
     await up.ready_line()
 
     os.kill(up.pid("decode-1"), signal.SIGTERM)
-    await up.says("decode-1 has left: another program told it to stop")
+    await up.says("decode-1 has left: another program stopped it")
     assert "it was the last" not in up.errors
     os.kill(up.pid("decode-0"), signal.SIGTERM)
     await up.says("it was the last decode worker: `trtllm-disagg scale --run-dir")

@@ -142,7 +142,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_and_named(start_up: Star
 
     assert await up.ends() == 1
     await exits.all_seen()
-    assert "after the order to stop, killed: prefill-0\n" in up.errors
+    assert "after the signal to stop, killed: prefill-0\n" in up.errors
     assert "frontend pid" in up.errors
     assert up.errors.count("exited (exit code 0)") == 2
 

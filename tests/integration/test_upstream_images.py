@@ -118,10 +118,8 @@ def test_a_pair_with_upstreams_worker_answers_about_images(
     expected: dict[Images, list[int]],
     pair: tuple[str, str],
 ) -> None:
-    """The engine refuses a decode whose expanded prompt is not that of the prefill."""
-    pins = {
-        f"{role}_worker_id": instances[f"{whose} {role}"] for whose, role in zip(pair, ROLES, strict=True)
-    }
+    """The engine refuses a decode with another expanded prompt than the prefill's."""
+    pins = {f"{role}_worker_id": instances[f"{side} {role}"] for side, role in zip(pair, ROLES, strict=True)}
     for numbers in ASKED:
         said = ask(deployment, PAIR, numbers, **pins)
         assert said["completion_token_ids"] == expected[numbers]

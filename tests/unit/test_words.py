@@ -35,7 +35,13 @@ OLD_TEXTS = {
     r"\bis_worker_side\b(?!\")|\bWorkerSidePlan\b": "is_run_by_workers, ChainingPlan",
     r"handlers[./]select\b": "handlers/selection.py",
     r"\bengine[./]engines\b": "engine/table.py",
-    r"(?i)\bnobody\b|\bwhoever\b": "a subject that exists",
+    r"(?i)\bnobody\b|\bsomebody\b|\bwhoever\b|\bwho(se|m)\b|(?-i:\bwho\b)": "a subject that exists",
+    r"(?i)\b(so|how) many\b|\bsome \d": "number of, about",
+    r"\bway of (its|the) KV\b|\btried there\b": "attempt",
+    r"\brole'?s? turns?\b|\bRoleTurn": "role term",
+    r"(?i)\bpartners?\b": "peer",
+    r"\b(is_|be )quiet\b|\btold (it )?to (stop|end|leave)\b": "drain",
+    r"\bis_hidden\b|\.hide\(": "unlisted",
 }
 
 
@@ -45,10 +51,8 @@ def code() -> Iterator[Path]:
 
 
 def pages() -> Iterator[Path]:
-    yield ROOT / "README.md"
-    yield from (
-        path for path in (ROOT / "docs").rglob("*.md") if path.parent.name not in ("log", "decisions")
-    )
+    yield from (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))
+    yield from (ROOT / "docs").rglob("*.md")
 
 
 def test_no_name_has_a_part_that_was_given_up() -> None:

@@ -263,7 +263,7 @@ def _main(argv: list[str]) -> NoReturn:
 
 
 def _streams_without_reader() -> list[int]:
-    """The descriptors of stdout and stderr whose pipe or socket has no reader."""
+    """The descriptors of stdout and stderr with a pipe or socket that has no reader."""
     streams = select.poll()
     for descriptor in (1, 2):
         # poll() reports errors without being asked to.
@@ -337,7 +337,7 @@ def _with_values(arguments: list[str]) -> list[str]:
     return joined
 
 
-#: All commands' flags whose value is flags of another program.
+#: All commands' flags that take flags of another program.
 TAKE_FLAGS = ("--worker-args", "--frontend-args", "--prefill-flags", "--decode-flags", "--autoscale")
 
 

@@ -1,4 +1,4 @@
-"""Kills a worker that was stopped (SIGSTOP, Ctrl-Z) for some seconds, so that other workers continue its requests.
+"""Kills a worker that was stopped (SIGSTOP, Ctrl-Z) for seconds, so that other workers continue its requests.
 
 A stopped process keeps its connections, so frontend, clients and calling workers would wait for ever. This small
 process runs beside each worker and reads the kernel's state of the worker and its child processes, such as the engine.

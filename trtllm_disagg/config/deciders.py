@@ -168,7 +168,7 @@ DECIDERS: dict[str, type[DeciderRule]] = {
     "non_cached_tokens": NonCachedTokens,
     "decode_occupancy": DecodeOccupancy,
 }
-#: Decider by the other stage's occupancy -> the roles whose workers query it.
+#: Decider by the other stage's occupancy -> the roles that query it.
 BY_OCCUPANCY: dict[str, tuple[WorkerRole, ...]] = {"decode_occupancy": ("prefill",)}
 
 

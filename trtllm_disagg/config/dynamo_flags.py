@@ -163,7 +163,7 @@ def refuse_ignored_variables(environ: Mapping[str, str]) -> None:
 
 
 def check_runtime_variables(environ: Mapping[str, str]) -> None:
-    """Raises ConfigError for the first variable of a checked flag whose value Dynamo's worker refuses."""
+    """Raises ConfigError for the first variable of a checked flag that Dynamo's worker would refuse."""
     for name in OF_THE_RUNTIME_CHECKED:
         if value := environ.get(variable := OF_THE_RUNTIME[name][0]):
             _check_for_the_runtime(name, value, variable)

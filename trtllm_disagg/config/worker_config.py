@@ -149,7 +149,7 @@ class WorkerConfig:
         "local", "without a usable peer, local: run both phases; fail: answer 503", one_of("local", "fail")
     )
     max_local_fallbacks: int = option(
-        0, "max concurrent requests served alone because the other stage failed; 0: no limit", NUMBER
+        0, "max concurrent requests answered alone because the other stage failed; 0: no limit", NUMBER
     )
     max_local_fallback_tokens: int = option(
         0, "max tokens (prompts and answers) of those requests; 0: no limit", NUMBER
@@ -161,7 +161,7 @@ class WorkerConfig:
     )
     max_tries: int = option(2, "max instances of the second stage tried per request", TRIES)
     breaker_failures: int = option(3, "failures in a row until an instance is skipped", POSITIVE)
-    breaker_seconds: float = option(5.0, "seconds it is skipped", SECONDS)
+    breaker_seconds: float = option(5.0, "seconds to skip such an instance", SECONDS)
     queue_timeout: float = option(30.0, "max seconds in the prefill queue", SECONDS)
     prefill_timeout: float = option(120.0, "max seconds of a prefill, including waiting", SECONDS)
     first_decode_token_timeout: float = option(
@@ -415,7 +415,7 @@ class WorkerConfig:
         if self.on_missing_stage == "fail":
             for name in ("max_local_fallbacks", "max_local_fallback_tokens"):
                 if self.value_of(name):
-                    self._refuse(name, "no value with --on-missing-stage fail: no request is served alone")
+                    self._refuse(name, "no value with --on-missing-stage fail: no request is answered alone")
         if is_generation_first and self.images:
             allowed = "context_first with --enable-multimodal: prefill must count the tokens of images first"
             self._refuse("schedule_style", allowed)
@@ -486,7 +486,7 @@ class WorkerConfig:
 
     @property
     def pulls_from(self) -> int:
-        """Minimum tokens of an answer whose KV moves back to prefill; 0: none moves."""
+        """Minimum tokens of an answer for its KV to move back to prefill; 0: none moves."""
         is_off = self.engine_spec.is_tensorrt_llm and not self.is_explicit("pull_min_tokens")
         return 0 if is_off else self.pull_min_tokens
 

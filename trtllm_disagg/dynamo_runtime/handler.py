@@ -153,7 +153,7 @@ _OF_A_CLIENT_THAT_LEFT = (errors.RequestCancelledError, errors.KvTransferError)
 
 @contextmanager
 def _errors_for_dynamo(context: Any, warn_overloaded: RateLimitedLog) -> Iterator[None]:
-    """Log a request's error and raise Dynamo's for it. A request whose client left ends without one."""
+    """Log a request's error and raise Dynamo's for it. If the client left, the request ends without one."""
     try:
         yield
     except asyncio.CancelledError:

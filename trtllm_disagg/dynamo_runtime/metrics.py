@@ -36,8 +36,8 @@ _COUNTERS = {
     "kv_pushes": "Requests with KV written into another worker (generation_first)",
     "kv_bytes_pushed": "KV bytes written",
     "modelled_steps": "Steps of the modelled engine",
-    "modelled_step_seconds": "Their duration on the GPU, in modelled seconds",
-    "modelled_late_seconds": "How late they ended on this machine, in modelled seconds",
+    "modelled_step_seconds": "Step time on the GPU, in modelled seconds",
+    "modelled_late_seconds": "Delay of steps on this machine, in modelled seconds",
 }
 _GAUGES = {
     "kv_blocks_used": "KV blocks of running requests and held handoffs",
@@ -64,7 +64,7 @@ _EVENTS = tuple(2**power for power in range(18))
 _OF_DASHBOARD = {
     "active_blocks": "KV blocks of running requests",
     kvstats.TOTAL_BLOCKS: "KV blocks of the pool",
-    kvstats.GPU_CACHE_USAGE_PERCENT: "Their share of the pool (0 to 1)",
+    kvstats.GPU_CACHE_USAGE_PERCENT: "Used share of the pool (0 to 1)",
 }
 
 
@@ -250,7 +250,7 @@ class EngineMetrics(Collector):
             yield _gauge(name, _GAUGES[name], sum(list(by_rank.values())))
         num_held, oldest_seconds = self._handoffs_held()
         yield _gauge("handoffs_held", "Finished prefills with KV waiting for a decode worker", num_held)
-        yield _gauge("handoffs_oldest_seconds", "Age of the oldest of them", oldest_seconds)
+        yield _gauge("handoffs_oldest_seconds", "Age of the oldest held handoff", oldest_seconds)
 
     def _handoffs_held(self) -> tuple[int, float]:
         made = list(self._made.values())
@@ -275,7 +275,7 @@ class LoadMetrics(Collector):
         shed = "Requests refused because too many were waiting"
         yield CounterMetricFamily(PREFIX + "requests_shed", shed, value=queued.num_refused)
         yield _gauge("queued_requests", "Accepted requests without a first token", queued.requests)
-        yield _gauge("queued_tokens", "Prompt tokens of those requests", queued.tokens)
+        yield _gauge("queued_tokens", "Prompt tokens of queued requests", queued.tokens)
         yield _gauge("breakers_open", "Peers skipped now after failures in a row", len(self._breaker.open()))
         opened = "Times that a peer was skipped, or skipped for longer"
         yield CounterMetricFamily(PREFIX + "breakers_opened", opened, value=self._breaker.times_opened)
@@ -332,4 +332,4 @@ class QueueMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("prefill_queue_depth", "Prefills waiting in the queue", self._depth())
-        yield _gauge("prefill_queue_age_seconds", "Age of the oldest of them", self._age())
+        yield _gauge("prefill_queue_age_seconds", "Age of the oldest waiting prefill", self._age())

@@ -140,8 +140,8 @@ class Registration:
         """Seconds in which frontends may still send requests."""
         return float(get_grace_period_seconds())
 
-    async def hide(self, *, closes_namespace: bool) -> bool:
-        """Stop new requests of frontends. The worker stays reachable, since frontends drop a request whose worker
+    async def stop_frontends(self, *, closes_namespace: bool) -> bool:
+        """Stop new requests of frontends. The worker stays reachable, since frontends drop a request if its worker
         leaves discovery before it answers. Returns whether they knew it.
         """
         if not self.cards.are_at_frontends:

@@ -142,7 +142,7 @@ class _RankCache:
         self._block_size = block_size
         #: By block hash.
         self._blocks: dict[int, _StoredBlock] = {}
-        #: Blocks that count as not stored, whose removal is ignored too.
+        #: Blocks that count as not stored; their removal is ignored too.
         self._unknown: set[int | str] = set()
         self._next_event_id: int | None = None
         self._window = 0

@@ -38,8 +38,8 @@ def _takes(keyword: str) -> Callable[[Any], bool]:
 RELEASES_HANDOFFS = Capability(
     "release a handoff",
     _is_true("releases_handoffs"),
-    "a decode worker fetches one token of a handoff that no decode takes; where there is none to ask, the KV stays "
-    "until cache_transceiver_config.kv_transfer_timeout_ms",
+    "a decode worker fetches one token of a handoff that no decode uses; without a decode worker, the KV stays until "
+    "cache_transceiver_config.kv_transfer_timeout_ms",
 )
 COUNTS_REQUESTS = Capability(
     "count its requests",
@@ -51,7 +51,7 @@ COUNTS_REQUESTS = Capability(
 IS_EXACT = Capability(
     "give the same answer again",
     _is_true("is_exact"),
-    "an answer goes on elsewhere behind the tokens that the client has, which may differ from what it would have been",
+    "after a failure another attempt continues behind the client's tokens, perhaps not as the first would have",
 )
 REPORTS_ITS_LENGTH = Capability(
     "report its longest sequence",
@@ -61,14 +61,13 @@ REPORTS_ITS_LENGTH = Capability(
 NAMES_ERRORS = Capability(
     "name an error's category",
     _is_true("names_errors"),
-    "the words of its message decide: a length, an option or a guide is the caller's fault (400), a failed "
-    "KV transfer goes to the next fallback step, the "
-    "others are the engine's (500)",
+    "the words of its message decide: a length, an option or a guide is the caller's fault (400), a failed KV "
+    "transfer leads to the next fallback step, and other errors are the engine's (500)",
 )
 HAS_CONTEXT_ENDPOINT = Capability(
     "offer a context endpoint to decode engines",
     lambda llm: bool((getattr(llm, "disaggregated_params", None) or {}).get("ctx_info_endpoint")),
-    "--schedule-style generation_first is refused at the start",
+    "the worker refuses --schedule-style generation_first at its start",
 )
 REPORTS_CACHED_PROMPTS = Capability(
     "give log probabilities of a prompt with a cached prefix",
@@ -77,10 +76,10 @@ REPORTS_CACHED_PROMPTS = Capability(
     "its first output at the earliest: before, an abort would damage the answers to other requests",
 )
 TAKES_RANKS = Capability(
-    "take a rank of attention DP", _takes("scheduling_params"), "enable_attention_dp is refused at the start"
+    "take a rank of attention DP", _takes("scheduling_params"), "a worker refuses enable_attention_dp"
 )
 TAKES_PRIORITIES = Capability(
-    "take a priority", _takes("priority"), "requests are served in the order in which they come"
+    "take a priority", _takes("priority"), "the engine serves requests in the order of their arrival"
 )
 
 CAPABILITIES = (

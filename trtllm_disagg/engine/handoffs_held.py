@@ -1,4 +1,4 @@
-"""Counts the handoffs whose KV may still be read, for engines that do not count them."""
+"""Counts the handoffs with KV that may still be read, for engines that do not count them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ Takers = Callable[[], Collection[int]]
 
 
 class _Waiting:
-    """A request in the queue. `worker`: the prefill worker whose offer it accepted, or the request's error."""
+    """A request in the queue. `worker`: the prefill worker that it accepted, or the request's error."""
 
     def __init__(self, takers: Takers) -> None:
         self.worker: asyncio.Future[int] = asyncio.get_running_loop().create_future()

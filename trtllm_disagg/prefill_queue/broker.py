@@ -172,7 +172,7 @@ class Broker:
         return place
 
     async def withdraw(self, place: int) -> None:
-        """Delete a ticket, best effort: prefill workers drop tickets whose request no longer waits."""
+        """Delete a ticket, best effort: prefill workers drop tickets of requests that no longer wait."""
         with contextlib.suppress(*NATS_ERRORS):
             await preserve_cancellation(self._stream.delete_msg(self.names.stream, place))
 

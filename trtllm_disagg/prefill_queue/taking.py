@@ -33,7 +33,7 @@ class Room:
     def __init__(self, max_prefills: int, max_tokens: int) -> None:
         self._max_prefills = max_prefills
         self._max_tokens = max_tokens
-        #: Tickets whose calls are expected, the oldest first.
+        #: Tickets with a call to come, the oldest first.
         self._expected: dict[str, Ticket] = {}
         self._num_running = self._num_tokens = 0
         self._changed = asyncio.Event()

@@ -71,7 +71,7 @@ CONSUMER = "prefill_workers"
 class Names:
     """The NATS names of one queue: for the prefill workers of one group (`pairing.group_of`) behind one endpoint.
 
-    The endpoint alone would mix deployments on one NATS server, whose default endpoints are equal.
+    The endpoint alone would mix deployments on one NATS server, since their default endpoints are equal.
     """
 
     def __init__(self, endpoint: EndpointParts, kind: str) -> None:

@@ -1,6 +1,6 @@
 """Spans: one tree per request and worker. Imports nothing of this project.
 
-An untraced request has only `NO_SPAN`, whose methods do nothing. Tokens have no spans.
+An untraced request has only `NO_SPAN`: its methods do nothing. Tokens have no spans.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class RecordedSpan(Span):
     def end(self, error: BaseException | None = None, at: int | None = None) -> None:
         if self.data.end:
             return
-        # The reader does not want the result, like `concurrent` after an answer whose prefill still runs.
+        # The reader does not want the result, like `concurrent` if prefill still runs after the answer.
         if error is not None and not isinstance(error, GeneratorExit | asyncio.CancelledError):
             self.data.error = f"{type(error).__name__}: {error}"
         self.data.end = at or self._now()

@@ -36,7 +36,7 @@ _SERVER, _INTERNAL, _ERROR = 2, 1, 2
 
 
 class TraceFile:
-    """A `tracer.Receiver` whose thread writes the spans, so no request waits for the disk."""
+    """A `tracer.Receiver` with a thread that writes the spans, so no request waits for the disk."""
 
     def __init__(
         self,

@@ -250,7 +250,7 @@ def _require_servable(request: GenerateRequest) -> None:
         raise InvalidRequestError("echo (or prompt_logprobs) with images is not served; expected one of them")
     if request.sampling.guided_decoding:
         require_guides(request.sampling.guided_decoding)
-    # 0 comes only from a frontend whose worker died after the last token (handlers/delivered.py).
+    # 0 comes only from a frontend after its worker died behind the last token (handlers/delivered.py).
     if request.stop.max_tokens is not None and request.stop.max_tokens < 0:
         raise InvalidRequestError(f"max_tokens={request.stop.max_tokens} is not allowed; expected at least 1")
 

@@ -121,7 +121,7 @@ def with_handoff(request: GenerateRequest, handoff: Handoff) -> GenerateRequest:
 
 def as_prefilled(request: GenerateRequest, *, takes_images: bool) -> GenerateRequest:
     """The request for this worker's own decode: with the prompt as the prefill engine expanded it. Raises
-    HandoffRefusedError for a handoff that does not say it, InvalidRequestError unless this worker `takes_images`,
+    HandoffRefusedError for a handoff without that prompt, InvalidRequestError unless this worker `takes_images`,
     EngineError as `require_appended`.
     """
     params = request.prefill_result.disaggregated_params if request.prefill_result is not None else {}

@@ -16,7 +16,7 @@ _DESCRIPTION = {
 
 
 def as_in_02(phase_request: Mapping[str, Any]) -> dict[str, Any]:
-    """A phase request's JSON with the keys of 0.2 added, whose workers ignore the others."""
+    """A phase request's JSON with the keys of 0.2 added; workers of 0.2 ignore the others."""
     phase = phase_request["phase"]
     old = {**phase_request, "stage": "taken" if phase == "fetched" else phase}  # of 0.2
     if "fetched" in phase_request:

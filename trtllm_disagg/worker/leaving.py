@@ -50,7 +50,7 @@ class Leaving:
     drain_seconds: float
     leave_seconds: float = _LEAVE_SECONDS
     #: No request runs, or the drain is over.
-    is_quiet: asyncio.Event = field(default_factory=asyncio.Event)
+    is_drained: asyncio.Event = field(default_factory=asyncio.Event)
     #: Why the last drain failed or exceeded its limit.
     waits_for: str | None = None
 
@@ -58,13 +58,13 @@ class Leaving:
         """Leave on a command. Returns the number of requests that still run after `seconds`; 0 as soon as none does."""
         if self.life.command(Event.FINISH) is Action.LEAVE:
             self.drain_seconds = seconds
-        await self.is_quiet.wait()
+        await self.is_drained.wait()
         return self.drain.num_running
 
     @property
     def is_paused(self) -> bool:
         """Paused and drained: no request needs this worker."""
-        return self.life.reason.pauses and self.is_quiet.is_set()
+        return self.life.reason.pauses and self.is_drained.is_set()
 
     def resume(self) -> None:
         """Begin the next role term in the same role. Raises WorkerLeavingError if this worker is not paused."""
@@ -82,7 +82,8 @@ class Leaving:
         is_over = time.monotonic() + grace_seconds
         await self._in_time(self.queue.leave())
         if grace_seconds:
-            if await self._in_time(place.hide(closes_namespace=reason.closes_namespace)) is not False:
+            knew = await self._in_time(place.stop_frontends(closes_namespace=reason.closes_namespace))
+            if knew is not False:
                 await self._until_uncalled(grace_seconds)
             else:
                 # A second stage: callers drop calls that they are sending to an unlisted worker, and a prefill's KV
@@ -99,15 +100,13 @@ class Leaving:
         finally:
             opening.cancel()
         await self._open_namespace()
-        self.is_quiet.set()
+        self.is_drained.set()
         if life.happened(ended) is Action.CUT:
             log.warning("giving the requests back to their frontends")
         await self.drain.cut()
 
     async def _until_uncalled(self, grace_seconds: float) -> None:
-        """Wait for the grace period, or until no request has come for a part of it. A later request goes to another
-        worker.
-        """
+        """Wait for the grace period, or for a part of it without a request. Later requests go to other workers."""
         now = quiet_since = began = time.monotonic()
         seen = self.drain.num_entered
         while now - began < grace_seconds and now - quiet_since < grace_seconds * _UNCALLED:
@@ -138,7 +137,7 @@ class Leaving:
         """Wait for a resume, possible once drained, or a stop. Cuts no request, and retries the drain."""
 
         async def drain() -> None:
-            while not self.is_quiet.is_set():
+            while not self.is_drained.is_set():
                 await self._drained()
                 await asyncio.sleep(_STEP_SECONDS)
 
@@ -148,14 +147,14 @@ class Leaving:
         finally:
             draining.cancel()
             await asyncio.wait({draining})
-        return Event.DRAINED if self.is_quiet.is_set() else await self._drained()
+        return Event.DRAINED if self.is_drained.is_set() else await self._drained()
 
     async def _drained(self) -> Event:
         ended, why = Event.DRAINED, None
         try:
             async with asyncio.timeout(self.drain_seconds):
                 await self._until_quiet()
-            self.is_quiet.set()
+            self.is_drained.set()
         except TimeoutError:
             ended, held = Event.DEADLINE, self.engine.handoffs.count()
             running = f"{self.drain.num_running} requests still run after {self.drain_seconds:g} s"

@@ -1,6 +1,6 @@
 """A worker's life on one page: its states and events (`TABLE`), and the sequence of its role terms (`live`).
 
-The engine lives as long as the process, all around it for one role term.
+The engine lives for the process, all around it for one role term.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Event(Enum):
 
     LOADED = "loaded"
     PAIRED = "paired"
-    STOP = "told to stop"
+    STOP = "stop signal"
     FLIP = "flip"
-    FINISH = "finish with its revision"
+    FINISH = "drain with its revision"
     #: Its lease is over. A leaving worker continues to leave: it flips or ends, as commanded.
     DROPPED = "dropped by discovery"
     DIED = "engine died"

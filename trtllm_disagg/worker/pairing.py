@@ -221,7 +221,7 @@ PROPERTIES = (
     Property("max_seq_len", "max_seq_len", _lengths_fit, is_in_group=False),
     Property("images", "--enable-multimodal", _images_fit, is_in_group=False),
     _equal("model", "--served-model-name"),
-    # Unknown to version 0.2. A queue has one endpoint, whose namespace includes the revision.
+    # Unknown to version 0.2. A queue has one endpoint, and its namespace includes the revision.
     _equal("revision", "--worker-revision", is_in_group=False),
     Property("weights", "--model (hash of config.json and weights)", may_share_kv),
 )

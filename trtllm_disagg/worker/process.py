@@ -1,4 +1,4 @@
-"""Lives as long as a worker's process: engine, health checks, and the order to stop."""
+"""Lives as long as a worker's process: engine, health checks, and the signal to stop."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def worker_label(role: Role, strategy: str) -> str:
 
 
 def served_model(config: WorkerConfig, engine: Engine) -> ServedModel:
-    # TensorRT-LLM reports no cache whose manager counts no blocks; older versions report none.
+    # TensorRT-LLM reports no cache if the manager counts no blocks; older versions report none.
     capacity: dict[str, int] = {}
     with contextlib.suppress(AttributeError):
         capacity = engine.llm.get_kv_cache_capacity()

@@ -91,8 +91,8 @@ class StageState:
             )
         if flags := fixed_by(config):
             raise InvalidRequestError(
-                f"to: {to!r} is not allowed with {' and '.join(flags)}; expected the usual endpoints: there frontends "
-                "and the other role look for a worker that was switched"
+                f"to: {to!r} is not allowed with {' and '.join(flags)}; expected the usual endpoints, where "
+                "frontends and peers look for a switched worker"
             )
         async with self.changing:
             was = strategy.value

@@ -164,12 +164,12 @@ class ModelNameGuard:
             )
         if found["weights"] == own.weights:
             return ConfigError(
-                f"--namespace: {worker} is there under {found.get('strategy')}, where other workers call each other "
-                "than here; give this one another --namespace, or stop that one first"
+                f"--namespace: {worker} serves there under {found.get('strategy')}, with other callers than under this "
+                "worker's strategy; give this one another --namespace, or stop that one first"
             )
         return ConfigError(
-            f"--model: {_shown(own.source, own.weights)} is not allowed; expected what is served as "
-            f"{own.model!r} already: {_shown(found.get('source'), found['weights'])}, by {worker}; give this one "
+            f"--model: {_shown(own.source, own.weights)} is not allowed; expected the model that {worker} serves as "
+            f"{own.model!r}: {_shown(found.get('source'), found['weights'])}; give this one "
             "another --served-model-name and --namespace, or a --worker-revision, or stop that one first"
         )
 
@@ -227,7 +227,7 @@ class StartupChecks:
         peers = await self.peers.peer_descriptions(endpoint_id)
         if not peers and self.config.on_missing_stage == "fail":
             log.info("waiting for the second stage at %s", endpoint_id)
-            # Discovery lists a dead instance for some seconds: only an answer counts.
+            # Discovery lists a dead instance for several seconds: only an answer counts.
             while not peers:
                 await self.peers.wait_for_second_stage(endpoint_id)
                 await asyncio.sleep(_POLL_SECONDS)

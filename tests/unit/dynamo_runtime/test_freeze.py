@@ -249,17 +249,17 @@ async def test_a_first_stage_leaves_frontends_before_discovery_and_the_last_one_
     monkeypatch.setenv("DYN_FILE_KV", str(tmp_path))
     config = WorkerConfig(model=str(demo_model()), role=Role.AGG)
     async with serving(config, no_tokens) as (one, _), serving(config, no_tokens) as (other, _):  # type: ignore[arg-type]
-        assert not await one.registration.hide(closes_namespace=False), "no frontend knows it yet"
+        assert not await one.registration.stop_frontends(closes_namespace=False), "no frontend knows it yet"
         for each in (one, other):
             await each.registration.enter()
         assert cards(tmp_path) == {one.instance_id: ["generate"], other.instance_id: ["generate"]}
         seen, left = [await each.runtime.stage(config.frontend_endpoint_id) for each in (one, other)]
         await until(lambda: len(seen.instance_ids()) == 2)
-        assert await one.registration.hide(closes_namespace=False)
+        assert await one.registration.stop_frontends(closes_namespace=False)
         assert cards(tmp_path) == {other.instance_id: ["generate"]}
         await one.registration.unlist()
         await until(lambda: left.instance_ids() == [other.instance_id])
-        assert await other.registration.hide(closes_namespace=False)
+        assert await other.registration.stop_frontends(closes_namespace=False)
         assert cards(tmp_path) == {other.instance_id: ["generate", "generate_closed"]}
         await other.registration.unlist()
         await other.cards.open_namespace()

@@ -37,7 +37,7 @@ CONFIG = {"model_type": "qwen2_vl", "image_token_id": IMAGE, "vision_token_id": 
 
 
 def stored(tokens: list[int], image: str) -> dict[str, Any]:
-    """The event of a prompt whose first block is text."""
+    """The event of a prompt with text in its first block."""
     keys = [{"type": "mm_key", "hash": image, "start_offset": 0}]
     blocks = [
         {

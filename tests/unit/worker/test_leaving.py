@@ -72,9 +72,9 @@ class Place:
         self.done.append("over")
         self.ended.set()
 
-    async def hide(self, *, closes_namespace: bool) -> bool:
+    async def stop_frontends(self, *, closes_namespace: bool) -> bool:
         if self._is_first:
-            self.done.append("hide the namespace" if closes_namespace else "hide")
+            self.done.append("close the namespace" if closes_namespace else "stop frontends")
             if self._broken:
                 raise RuntimeError("discovery is gone")
         return self._is_first
@@ -107,9 +107,9 @@ async def test_a_first_stage_leaves_frontends_and_then_discovery() -> None:
     place, command = Place(is_first=True, grace=0.2), Place(is_first=True, grace=0.2)
     place.life.happened(Event.STOP)
     await command.leaving.finish(1.0)
-    for each, hides in ((place, "hide"), (command, "hide the namespace")):
+    for each, stops in ((place, "stop frontends"), (command, "close the namespace")):
         await each.ended.wait()
-        assert each.done == ["leave the queue", hides, "unlist", "open", "over"]
+        assert each.done == ["leave the queue", stops, "unlist", "open", "over"]
 
 
 async def test_a_second_stage_refuses_calls_before_it_leaves_discovery() -> None:
@@ -226,7 +226,7 @@ async def test_a_worker_that_flips_leaves_as_soon_as_no_request_comes_any_more()
     """A request that comes meanwhile is answered. A quarter of ten minutes would be longer than this test may take."""
     place, loop = Place(is_first=True, grace=2.0), asyncio.get_running_loop()
     place.life.command(Event.FLIP, Role.DECODE)
-    await until(lambda: place.done == ["leave the queue", "hide"])
+    await until(lambda: place.done == ["leave the queue", "stop frontends"])
     answers = await collect(tracked(place.drain, LocalAgg(recording_engine())), request(max_tokens=1))
     assert len(answers) == 1
     called = loop.time()

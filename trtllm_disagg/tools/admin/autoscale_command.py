@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--frontend",
         metavar="URL",
         action="append",
-        help="without --run-dir: once per frontend; its times count",
+        help="without --run-dir: frontend to read latencies from; give it once per frontend",
     )
     add("--slo", metavar="LIMITS", help=f"limits in ms (default: ttft={SLO.ttft:g},tpot={SLO.tpot:g})")
     add(

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--force",
         action="store_true",
-        help="even if it is the last worker of its role or its engine is unfit for the new one",
+        help="flip even the last worker of a role, or an engine that is unfit for the new one",
     )
     client.add_arguments(parser)
     client.add_outcome(parser, 60.0, "until it serves in its new role")

@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--from", metavar="NAME", help="without --run-dir: old revision (default: workers without one)")
     add("--model", metavar="MODEL", help="with --run-dir: model of the new workers (default: unchanged)")
-    add("--engine-configs", type=Path, metavar="DIR", help="with --run-dir: their files (default: unchanged)")
-    add("--python", default="", metavar="FILE", help="with --run-dir: their Python (default: unchanged)")
+    add("--engine-configs", type=Path, metavar="DIR", help="with --run-dir: YAML files (default: unchanged)")
+    add("--python", default="", metavar="FILE", help="with --run-dir: new Python (default: unchanged)")
     add(
         "--in-place",
         action="store_true",

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--run-dir", type=Path, required=True, metavar="DIR", help="run directory of `up`")
     for role in ("prefill", "decode", "agg"):
         add(f"--{role}", type=int, metavar="N", help=f"number of {role} workers (default: unchanged)")
-    client.add_outcome(parser, None, "until they serve")
+    client.add_outcome(parser, None, "until the new workers serve")
 
 
 def run(args: argparse.Namespace) -> ExitCode:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"{SETTINGS[name].help.partition(' (default: ')[0]} (default: unchanged)",
         )
-    client.add_outcome(parser, 60.0, "until all workers have them, including starting ones")
+    client.add_outcome(parser, 60.0, "until all workers have the values, including starting ones")
 
 
 def run(args: argparse.Namespace) -> ExitCode:

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="VERSION",
         help=f"version of TensorRT-LLM (default: the installed one, else {NEWEST_KNOWN})",
     )
-    of_both = "of both (default: %(default)s)"
+    of_both = "flag of both workers (default: %(default)s)"
     add("--strategy", choices=disaggregated(), default="decode_first", help=of_both)
     add("--schedule-style", choices=choices_of("schedule_style"), default="context_first", help=of_both)
     add("--kv-block-size", type=int, metavar="N", help="tokens per block at the router (default: the files')")

@@ -49,7 +49,7 @@ class AtRate:
     tpot: float
     #: Share of the rate answered within the limits.
     in_time: float
-    #: Per request, on average: computed prompt tokens, and tokens whose KV moved.
+    #: Per request, on average: computed prompt tokens, and tokens of moved KV.
     computed: float
     moved: float
     #: Share of the requests that one worker answered alone.
@@ -371,7 +371,7 @@ def _with(result: LayoutResult, at: Future[tuple[AtRate, ...]] | None) -> Layout
 
 
 def _fitting(divisions: Sequence[Division], gpus: int, traffic: Traffic) -> list[Division]:
-    """The divisions whose KV pools hold every request."""
+    """The divisions with KV pools that hold every request."""
     same = [each for each in divisions if each.gpus == gpus]
     pool = max(each.smallest_pool for each in same)
     if pool < traffic.longest:

@@ -233,7 +233,7 @@ class _Served:
     ask: Ask
     first: float = 0.0
     end: float = 0.0
-    #: Tokens whose KV moved.
+    #: Tokens of moved KV.
     moved: int = 0
     by_one_worker: bool = True
 

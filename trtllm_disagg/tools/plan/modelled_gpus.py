@@ -62,7 +62,7 @@ class Engines:
 
     @classmethod
     def planned(cls, args: argparse.Namespace) -> Engines:
-        """The engines for `plan`, whose model can be a name. Raises ConfigError."""
+        """The engines for `plan`; the model can be a name. Raises ConfigError."""
         own: dict[str, Any] = {"system": args.gpu} if args.gpu else {}
         if not (args.model / "config.json").is_file():
             require_tables()

@@ -1,5 +1,5 @@
-"""Models one worker: request times from the engine's tables, and KV blocks. Finds the highest rate of a layout, whose
-points `fleet.py` simulates.
+"""Models one worker: request times from the engine's tables, and KV blocks. Finds the highest rate of a layout
+from points that `fleet.py` simulates.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class SimulatedPoint:
 
     arrivals: Sequence[float]
     times: Mapping[Quantity, Sequence[float]]
-    #: Per request, on average: computed prompt tokens, and tokens whose KV moved.
+    #: Per request, on average: computed prompt tokens, and tokens of moved KV.
     computed: float = 0.0
     moved: float = 0.0
     #: Share of the requests that one worker answered.

@@ -15,7 +15,7 @@ from trtllm_disagg.errors import ConfigError
 
 
 class Describe(msgspec.Struct, frozen=True, tag_field="command", tag="describe", forbid_unknown_fields=True):
-    """Asks for the deployment's description. (Workers give theirs to all who ask.)"""
+    """Asks for the deployment's description. (Workers give theirs to every caller.)"""
 
 
 class Scale(msgspec.Struct, frozen=True, tag_field="command", tag="scale", forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class Rollout(msgspec.Struct, frozen=True, tag_field="command", tag="rollout", f
 
     revision: str
     model: str = ""
-    #: Role -> path of its engine config.
+    #: Role -> path of its engine file.
     engine_configs: dict[str, str] = {}
     #: The new workers' interpreter.
     python: str = ""

@@ -55,8 +55,8 @@ class Gpus:
     needs: Mapping[str, GpuNeeds] = field(default_factory=dict)
 
     def environment(self, role: str, others: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, str]:
-        """The variables of one more worker. `others`: roles and environments of the rest. Raises ConfigError if no GPU
-        has room.
+        """The variables of one more worker. `others`: the roles and environments of the others. Raises ConfigError if
+        no GPU has room.
         """
         if role not in self.needs:
             return {}

@@ -141,7 +141,7 @@ class FirstStages:
 
     #: Of the frontend; empty: unknown.
     url: str = ""
-    #: Seconds until a frontend that is unknown, or does not say whom it knows, counts as knowing a worker.
+    #: Seconds until a frontend that is unknown, or does not list its workers, counts as knowing a worker.
     settle: float = 0.0
     #: (instance, whether of a new revision) -> since when the frontend is asked, and the reason why not; empty: it
     #: does.

@@ -92,7 +92,7 @@ class ManagedProcess:
         self.was_ready = asyncio.Event()
         #: It died too often to be restarted.
         self.is_given_up = False
-        #: Another program told it to stop.
+        #: Another program stopped it.
         self.has_left = False
         #: Its leftovers are gone, or given up.
         self.is_swept = True
@@ -224,7 +224,7 @@ class ManagedProcess:
         self._become("restarting")
 
     def leaves(self) -> None:
-        """The process was told to end after its requests."""
+        """The process ends after its requests, as asked."""
         self.stop_requested.set()
         if self.is_running:
             self._become("stopping")

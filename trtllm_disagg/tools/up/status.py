@@ -280,7 +280,7 @@ def continued(report: str, then: str) -> str:
 
 def left_report(process: ManagedProcess, *, is_last: bool) -> str:
     """A worker that another program stopped. `is_last`: none of its role is left."""
-    left = f"{process.name} has left: another program told it to stop"
+    left = f"{process.name} has left: another program stopped it"
     if not is_last or process.role in NO_WORKERS:
         return left
     return f"{left}; it was the last {process.role} worker: {_scale_command(process)} starts one"

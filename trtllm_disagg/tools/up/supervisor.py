@@ -242,7 +242,7 @@ class Supervisor:
         return late or death_report(process, self._when(process))
 
     async def _sweep(self, process: ManagedProcess, mark: str) -> None:
-        """Kills mpiexec's ranks, whose own sessions would keep the GPUs from the next start."""
+        """Kills mpiexec's ranks: in their own sessions they would keep the GPUs from the next start."""
         await kill_all_marked(PROCESS_VARIABLE, mark, self._kill_seconds)
         process.is_swept = True
 
@@ -392,7 +392,7 @@ class Supervisor:
         leftovers = [process for process in wave if process.is_running]
         if names := ", ".join(process.name for process in leftovers):
             waited = time.monotonic() - began
-            self.note(f"still running {waited:.1f} s after the order to stop, killed: {names}")
+            self.note(f"still running {waited:.1f} s after the signal to stop, killed: {names}")
         for process in leftovers:
             process.kill()
 

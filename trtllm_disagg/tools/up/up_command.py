@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gpus",
         dest="gpu_devices",
         metavar="LIST",
-        help="GPUs of the workers, by CUDA's numbers; each worker gets its own, as many as its engine config says "
+        help="GPUs of the workers, by CUDA's numbers; each worker gets the number that its engine file says "
         f"(default: {', '.join(ROLE_VARIABLES[role] for role in ('prefill', 'decode'))}, or CUDA_VISIBLE_DEVICES, or "
         "all; only --engine tensorrt_llm)",
     )
@@ -204,7 +204,7 @@ def _serve(config: DeploymentConfig) -> ExitCode:
 
 
 def config_from(args: argparse.Namespace, run_dir: Path) -> DeploymentConfig:
-    """The configuration, whose fields are named after the flags."""
+    """The configuration: its fields are named after the flags."""
     values = {
         field.name: getattr(args, field.name) for field in fields(DeploymentConfig) if field.name in args
     }
@@ -271,10 +271,10 @@ def engine_configs_for(
         if folder.name not in _NO_MODELS and re.fullmatch(known + _VARIANT, name):
             files = engine_configs_in(folder, strategy, flex=flex)
             made_for = next(iter(files.values())).read_text().partition(":")[0].removeprefix("# ")
-            return files, f"engine configs: {folder}, for {made_for}; --engine-configs DIR selects others"
+            return files, f"engine files: {folder}, for {made_for}; --engine-configs DIR selects others"
     default = {name: setting.default for name, setting in SETTINGS.items()}
     return {}, (
-        f"no engine config fits {model}: a step has at most {default['max_batch_size']} requests and "
+        f"no engine file fits {model}: a step has at most {default['max_batch_size']} requests and "
         f"{default['max_num_tokens']} tokens, longer prompts get 400, KV takes {default['free_gpu_memory_fraction']:g} "
-        "of the free GPU memory and moves by TensorRT-LLM's default; --engine-configs DIR says otherwise"
+        "of the free GPU memory and moves by TensorRT-LLM's default; --engine-configs DIR sets others"
     )

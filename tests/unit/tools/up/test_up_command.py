@@ -204,7 +204,7 @@ def test_engine_configs_fit_the_models_name_or_the_limits_without_are_said(
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ([], "engine configs: "),
+        ([], "engine files: "),
         (["--engine=embedded"], ""),
         (["--worker-args=--max-seq-len 8192"], ""),
         ([f"--engine-configs={ENGINE_CONFIGS / 'qwen3'}"], ""),

@@ -182,7 +182,7 @@ class RequestOutput:
         #: The event loop of the request, woken after a delivery.
         self.loop = _running_loop()
         self.queue: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-        #: Not an asyncio.Event, whose Python code would run for every token.
+        #: Not an asyncio.Event: its Python code would run for every token.
         self._arrival: asyncio.Future[None] | None = None
 
     # -- on the receiver thread

@@ -41,7 +41,7 @@ _AVX2_ENVIRONMENT = {
     "NUMBA_CPU_NAME": "x86-64-v3",
     "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in _X86_64_V3.split()),
 }
-#: How OpenMP's threads wait for work, and for each other: some 20 us, then asleep. Threads that spin for longer starve
+#: How OpenMP's threads wait for work, and for each other: 20 us, then asleep. Threads that spin for longer starve
 #: other workers; those that sleep at once come late to each product of a prefill (docs/log/cpu-kernels.md).
 WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 #: arch/x86/include/uapi/asm/prctl.h, and the system call's number on x86-64.
@@ -69,7 +69,7 @@ class CpuFeatures:
 
     @property
     def vector_registers(self) -> tuple[int, int]:
-        """How many, and float32 numbers in each."""
+        """Their number, and the float32 numbers in each."""
         return {"avx512": (32, 16), "avx2": (16, 8), "neon": (32, 4), "torch": (16, 4)}[self.level]
 
     def __str__(self) -> str:

@@ -39,10 +39,10 @@ from trtllm_disagg.engines.embedded.cpu_kernels.llvm_ir import (
     splat,
 )
 
-#: By bytes of a number: so many positions and query heads of a KV head at a time. Their scores are made side by side,
+#: By bytes of a number: positions, and query heads of a KV head, at a time. Their scores are made side by side,
 #: their values added to sums that stay in registers; and so much is prefetched (docs/log/cpu-kernels.md).
 _TILES = {4: (4, 1) if this_cpu().level == "avx2" else (2, 2), 2: (4, 1)}
-#: At least so many bytes ahead.
+#: Minimum bytes ahead.
 _PREFETCH_DISTANCE = 10240
 _ONE, _ZERO, _TWO = np.float32(1.0), np.float32(0.0), np.float32(2.0)
 #: Beyond it tanh is one, in float32.

@@ -63,7 +63,7 @@ binding.initialize_native_asmparser()
 
 
 def as_block(outputs: int) -> int:
-    """What `multiply` gets in place of a block for such a weight of so many outputs: its panels, negative."""
+    """What `multiply` gets in place of a block for such a weight with a number of outputs: its panels, negative."""
     return -outputs // TILE_PANEL
 
 
@@ -170,14 +170,14 @@ PANEL = 64
 #: More rows than this in one pass do not fit the registers.
 _MAX_ROWS = 6
 _VECTORS = PANEL // LANES
-#: At least so many products of two numbers for a thread that takes a part: some 20 us.
+#: Minimum products of two numbers for a thread that takes a part: about 20 us.
 _PRODUCTS_OF_A_PART = 1 << 20
 #: Bytes of a panel that one step, four bytes of a row of x, is multiplied with.
 _STEP_BYTES = 4 * PANEL
 
 
 def _vectors_at_once(rows: int) -> int:
-    """How many of a panel's vectors are summed up at a time: as many sums as fit the registers beside every row's input
+    """Number of a panel's vectors summed up at a time: as many sums as fit the registers beside every row's input
     and two weights.
     """
     registers, floats = this_cpu().vector_registers
@@ -192,7 +192,7 @@ def _prefetches(rows: int) -> bool:
 
 
 def _steps_in_cache(bytes_: int) -> int:
-    """A power of two: it, as much again that is prefetched, and the rows' inputs have room in so many bytes."""
+    """A power of two: it, as much again that is prefetched, and the rows' inputs have room in these bytes."""
     return 1 << ((bytes_ // 3 // _STEP_BYTES).bit_length() - 1)
 
 

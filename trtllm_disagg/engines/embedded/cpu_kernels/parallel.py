@@ -90,7 +90,7 @@ def in_parts(part_of: Any) -> Callable[..., None]:
 
 
 def _task(module: Any, frame_type: Any, emit_part: Callable[[Any, Any, Any], None]) -> Any:
-    """A function that takes parts until there are no more. Its frame: the next part, how many there are, arguments."""
+    """A function that takes parts until there are no more. Its frame: the next part, the number of parts, arguments."""
     task = ir.Function(module, _TASK, module.get_unique_name("task"))
     task.linkage = "internal"
     b = ir.IRBuilder(task.append_basic_block("entry"))

@@ -53,10 +53,10 @@ from trtllm_disagg.engines.embedded.cpu_kernels.parallel import in_parts
 QUERIES, KEYS = 64, 64
 #: Bytes from a row of lanes to the next one.
 ROW_BYTES = 4 * QUERIES
-#: By how many vectors of lanes at a time: so many keys, or dimensions, are multiplied with them, in registers.
+#: By the number of vectors of lanes at a time: keys, or dimensions, that are multiplied with them in registers.
 _BLOCKS = {4: 4, 1: 8} if this_cpu().level == "avx512" else {1: 4}
 _VECTORS = max(_BLOCKS)
-#: Keys are computed by so many; the ones too many are masked.
+#: Keys are computed in groups of this size; those beyond the last key are masked.
 KEY_STEP = max(_BLOCKS.values())
 #: Rows of the lanes' state: what each lane's query sees, its largest score and sum so far, and by how much the last
 #: chunk has scaled them; behind these are the scale of scores and their softcap.

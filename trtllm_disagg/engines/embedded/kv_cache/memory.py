@@ -100,7 +100,7 @@ class PartialReuse:
         self._memory = memory
 
     def allocate(self, count: int, parent: bytes, tokens: Seq[int], salt: bytes) -> tuple[list[int], int]:
-        """`count` blocks to follow the block of key `parent`, and how many of `tokens` the first already holds."""
+        """`count` blocks to follow the block of key `parent`, and the number of `tokens` that the first one holds."""
         found = self._blocks.match_start(parent, tokens, salt) if self._is_on else None
         if found is None or not (self._copies or self._blocks.is_spare(found.block)):
             return self._blocks.allocate(count), 0

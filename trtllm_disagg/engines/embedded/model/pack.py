@@ -117,8 +117,8 @@ class PackedRouter(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """A mixture over prepacked weights. In transformers' experts a token's last float32 bits depend on how many tokens
-    chose the same expert. Here every expert is two products, summed in the order of the token's choice.
+    """A mixture over prepacked weights. In transformers' experts a token's last float32 bits depend on the number of
+    tokens with the same expert. Here every expert is two products, summed in the order of the token's choice.
     """
 
     def __init__(self, experts: Any, pack: Pack, ops: LayerOps) -> None:

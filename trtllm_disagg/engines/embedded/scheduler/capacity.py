@@ -1,4 +1,4 @@
-"""TensorRT-LLM's capacity policies: which sequences may start, with how many KV blocks.
+"""TensorRT-LLM's capacity policies: which sequences may start, and their number of KV blocks.
 
 Under every policy, paused sequences go first, in order of admission, and no sequence overtakes the first in line. The
 oldest one is paused only if leases or reads hold all blocks that it lacks, and those end by themselves. So every step

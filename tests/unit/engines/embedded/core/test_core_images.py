@@ -30,7 +30,7 @@ PROMPT = [*TEXT[:24], MARKER, *TEXT[24:60], MARKER, *TEXT[60:88]]
 NEW = 8
 SAMPLING = SamplingSpec(max_tokens=NEW, logprobs=5)
 TRANSFER = {"cache_transceiver_config": {"backend": "SHARED_MEMORY"}}
-#: A small pool whose paused requests are computed again.
+#: A small pool; paused requests are computed again.
 SMALL = {
     "scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"},
     "embedded": {"swap_tokens": 0},
