@@ -58,14 +58,9 @@ def overlaps(rank: int, num_ranks: int, num_shards: int, num_heads: int) -> list
     begin, end = rank * mine, (rank + 1) * mine
     found = []
     for shard in range(begin // theirs, -(-end // theirs)):
-        first, last = max(begin, shard * theirs), min(end, (shard + 1) * theirs)
-        found.append(
-            Overlap(
-                shard,
-                slice(first - shard * theirs, last - shard * theirs),
-                slice(first - begin, last - begin),
-            )
-        )
+        offset = shard * theirs
+        first, last = max(begin, offset), min(end, offset + theirs)
+        found.append(Overlap(shard, slice(first - offset, last - offset), slice(first - begin, last - begin)))
     return found
 
 
