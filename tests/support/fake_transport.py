@@ -15,7 +15,12 @@ from typing import Literal
 import numpy as np
 import torch
 
-from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata, ReadTimeoutError, StagingTransport
+from trtllm_disagg.engines.embedded.kv_transfer.base import (
+    BlockPairs,
+    PeerMetadata,
+    ReadTimeoutError,
+    StagingTransport,
+)
 from trtllm_disagg.engines.embedded.kv_transfer.shared_memory import SharedMemoryTransport
 from trtllm_disagg.errors import KvTransferError
 
@@ -111,15 +116,11 @@ class FakeTransport:
     def serve(self, sender: str) -> bytes:
         return self._inner.serve(sender)
 
-    def read(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
-        return self._move("read", peer, remote_blocks, local_blocks, timeout)
+    def read(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
+        return self._move("read", peer, blocks, timeout)
 
-    def write(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
-        return self._move("write", peer, remote_blocks, local_blocks, timeout)
+    def write(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
+        return self._move("write", peer, blocks, timeout)
 
     def fetched(
         self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
@@ -142,10 +143,8 @@ class FakeTransport:
         plan = self._plans[kind]
         return plan.once.popleft() if plan.once else plan.always
 
-    def _move(
-        self, kind: Kind, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float
-    ) -> int:
-        self.transfers.append(Transfer(kind, peer.sender, tuple(remote.tolist()), tuple(local.tolist())))
+    def _move(self, kind: Kind, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
+        self.transfers.append(Transfer(kind, peer.sender, *(tuple(ids.tolist()) for ids in blocks)))
         move = self._inner.read if kind == "read" else self._inner.write
         match self._next(kind):
             case Fails(error):
@@ -159,9 +158,9 @@ class FakeTransport:
             case WaitsFor() as held:
                 held.wait()
             case Interrupted(call, after):
-                part = int(len(remote) * after)
-                moved = move(peer, remote[:part], local[:part], timeout) if part else 0
+                part = int(len(blocks.remote) * after)
+                moved = move(peer, BlockPairs(*(ids[:part] for ids in blocks)), timeout) if part else 0
                 call()
-                rest = move(peer, remote[part:], local[part:], timeout) if part < len(remote) else 0
-                return moved + rest
-        return move(peer, remote, local, timeout)
+                rest = BlockPairs(*(ids[part:] for ids in blocks))
+                return moved + (move(peer, rest, timeout) if len(rest.remote) else 0)
+        return move(peer, blocks, timeout)

@@ -11,12 +11,16 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
 from trtllm_disagg.engines.embedded.kv_transfer import nixl
-from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata, StagingTransport
+from trtllm_disagg.engines.embedded.kv_transfer.base import (
+    BlockPairs,
+    KvLayout,
+    PeerMetadata,
+    StagingTransport,
+)
 from trtllm_disagg.engines.embedded.kv_transfer.nixl import NixlTransport
 from trtllm_disagg.engines.embedded.kv_transfer.transports import create_transport
 
@@ -45,12 +49,12 @@ class Pool:
     def read(
         self, peer: PeerMetadata, remote: Sequence[int], local: Sequence[int], timeout: float = 10.0
     ) -> int:
-        return self.transport.read(peer, np.asarray(remote, np.int32), np.asarray(local, np.int32), timeout)
+        return self.transport.read(peer, BlockPairs.of(remote, local), timeout)
 
     def write(
         self, peer: PeerMetadata, remote: Sequence[int], local: Sequence[int], timeout: float = 10.0
     ) -> int:
-        return self.transport.write(peer, np.asarray(remote, np.int32), np.asarray(local, np.int32), timeout)
+        return self.transport.write(peer, BlockPairs.of(remote, local), timeout)
 
     def close(self) -> None:
         self._closed.set()

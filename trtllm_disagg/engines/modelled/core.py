@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-import numpy as np
 
 from trtllm_disagg.common.machine import ProcessMark, own_mark
 from trtllm_disagg.engines.embedded.core.engine_core import EngineCore
 from trtllm_disagg.engines.embedded.ipc.messages import LogprobEntry, StepReport
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
+    BlockPairs,
     PeerMetadata,
     ReadTimeoutError,
     decoded_address,
@@ -36,11 +36,9 @@ from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 class Clock(Protocol):
     def now(self) -> float:
         """Modelled seconds."""
-        ...
 
     def wait_until(self, moment: float) -> None:
         """Return at once if `moment` has passed."""
-        ...
 
 
 class ScaledClock:
@@ -207,19 +205,15 @@ class LinkTransport:
     def serve(self, sender: str) -> bytes:
         return msgspec.msgpack.encode(_Address(own_mark(), self._in, self._out, self._cost))
 
-    def read(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
+    def read(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
         theirs = self._other(peer)
         source, target = (theirs.process.pid, theirs.fd_out), (os.getpid(), self._in)
-        return self._move(peer, theirs, source, target, local_blocks, timeout)
+        return self._move(peer, theirs, source, target, len(blocks.local), timeout)
 
-    def write(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
+    def write(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
         theirs = self._other(peer)
         source, target = (os.getpid(), self._out), (theirs.process.pid, theirs.fd_in)
-        return self._move(peer, theirs, source, target, local_blocks, timeout)
+        return self._move(peer, theirs, source, target, len(blocks.local), timeout)
 
     def forget(self, peer: PeerMetadata) -> None:
         """Does nothing: no peer state is cached."""
@@ -246,7 +240,7 @@ class LinkTransport:
         theirs: _Address,
         source: tuple[int, int],
         target: tuple[int, int],
-        blocks: np.ndarray,
+        num_blocks: int,
         timeout: float,
     ) -> int:
         pace = max(self._cost.seconds_per_block, theirs.cost.seconds_per_block)
@@ -254,7 +248,7 @@ class LinkTransport:
             # Always lock a link out before a link in, so that transfers cannot deadlock.
             with _held(*source) as leaving, _held(*target) as arriving:
                 begin = max(self._clock.now(), _free_at(leaving), _free_at(arriving))
-                end = begin + len(blocks) * pace
+                end = begin + num_blocks * pace
                 for link in (leaving, arriving):
                     os.pwrite(link, _MOMENT.pack(end), 0)
         except OSError as error:
@@ -264,8 +258,8 @@ class LinkTransport:
         self._clock.wait_until(min(arrival, begun + allowed))
         if arrival > begun + allowed:
             raise ReadTimeoutError(
-                f"the modelled links need {arrival - begun:.3g} s for {len(blocks)} blocks; "
+                f"the modelled links need {arrival - begun:.3g} s for {num_blocks} blocks; "
                 f"kv_transfer_timeout_ms allows {allowed:.3g} s",
                 may_land_later=False,
             )
-        return len(blocks) * self._block_bytes
+        return num_blocks * self._block_bytes

@@ -49,7 +49,6 @@ class StepParts(NamedTuple):
 class StepTimes(Protocol):
     def parts(self, chunks: Sequence[Chunk], num_decode: int, context: int) -> StepParts:
         """The parts of a step with these prompt chunks and `num_decode` sequences with a mean of `context` tokens."""
-        ...
 
 
 class StraightLines:

@@ -1,15 +1,11 @@
-"""Surprises of TensorRT-LLM behind its API, one switch each; its errors; and differences between its versions.
+"""Surprises of TensorRT-LLM behind its API, one switch each; and its errors.
 
 File names are of TensorRT-LLM's source, below `tensorrt_llm/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-
-from trtllm_disagg.engine.trtllm_version import TrtllmVersion
-from trtllm_disagg.engines.embedded.params.request_params import get_global_disagg_request_id
 
 
 class RequestError(RuntimeError):
@@ -110,24 +106,3 @@ class HardEdges:
 
 FORGIVING = HardEdges()
 PESSIMISTIC = HardEdges(**{edge.name: True for edge in fields(HardEdges)})
-
-
-#: llmapi/disagg_utils.py: the first release that may have the function (`pins/1.2.0rc.json` has none), and the first
-#: with two arguments.
-FIRST_WITH_GLOBAL_IDS = TrtllmVersion.parse("1.3.0rc1")
-FIRST_WITH_PROCESS_ID = TrtllmVersion.parse("1.3.0rc22")
-
-
-def _id_of_machine(machine_id: int) -> int:
-    """Ten bits, as before processes were part of the id."""
-    if not 0 <= machine_id < 1 << 10:
-        raise ValueError(f"machine_id must be in [0, 1024), got {machine_id}")
-    return get_global_disagg_request_id(*divmod(machine_id, 64))
-
-
-def global_id_function(version: str) -> Callable[..., int] | None:
-    """`get_global_disagg_request_id` of llmapi/disagg_utils.py; None in a release without it."""
-    wanted = TrtllmVersion.parse(version, "version")
-    if wanted < FIRST_WITH_GLOBAL_IDS:
-        return None
-    return _id_of_machine if wanted < FIRST_WITH_PROCESS_ID else get_global_disagg_request_id

@@ -9,13 +9,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 from tests.support.meeting import Duo
 from tests.support.modelled_cores import ModelledTestCore, VirtualClock, prompt_of
 from trtllm_disagg.engines.embedded.ipc.messages import ReceivedHandoff
-from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata, ReadTimeoutError
+from trtllm_disagg.engines.embedded.kv_transfer.base import (
+    BlockPairs,
+    KvLayout,
+    PeerMetadata,
+    ReadTimeoutError,
+)
 from trtllm_disagg.engines.modelled.core import LinkCost, LinkTransport, ScaledClock
 from trtllm_disagg.errors import HandoffRefusedError, KvTransferError
 
@@ -23,6 +27,10 @@ LAYOUT = KvLayout("m", 1, 32, 1, 1, "auto")
 #: 1 s a block, half a second of latency.
 COST = LinkCost(1.0, 0.5, 1.0)
 BLOCK_BYTES = 100
+
+
+def first(count: int) -> BlockPairs:
+    return BlockPairs.of(range(count), range(count))
 
 
 class End:
@@ -36,8 +44,7 @@ class End:
     def seconds_to_read(self, peer: End, count: int, *, at: float) -> float:
         """When so many blocks of a peer are here, asked for at this time, which may be an earlier one."""
         self._clock.time = at
-        blocks = np.arange(count, dtype=np.int32)
-        assert self.transport.read(peer.card, blocks, blocks, 1e6) == count * BLOCK_BYTES
+        assert self.transport.read(peer.card, first(count), 1e6) == count * BLOCK_BYTES
         return self._clock.time
 
 
@@ -54,31 +61,21 @@ def ends(clock: VirtualClock) -> Iterator[list[End]]:
         end.transport.close()
 
 
-def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_a_latency(ends: list[End]) -> None:
+@pytest.mark.parametrize(
+    ("reader", "peer", "count", "at", "end"),
+    [(0, 2, 2, 11.0, 16.5), (2, 1, 2, 11.0, 16.5), (2, 3, 4, 10.0, 14.5), (1, 0, 4, 10.0, 14.5)],
+    ids=["into one engine", "out of one engine", "over other links", "in the other direction"],
+)
+def test_a_transfer_takes_its_bytes_over_the_bandwidth_and_a_latency_behind_those_of_its_links(
+    ends: list[End], reader: int, peer: int, count: int, at: float, end: float
+) -> None:
     assert ends[0].seconds_to_read(ends[1], 4, at=10.0) == 14.5
-
-
-def test_two_reads_into_one_engine_queue_for_its_link(ends: list[End]) -> None:
-    assert ends[0].seconds_to_read(ends[1], 4, at=10.0) == 14.5
-    assert ends[0].seconds_to_read(ends[2], 2, at=11.0) == 16.5
-
-
-def test_two_reads_out_of_one_engine_queue_for_its_link(ends: list[End]) -> None:
-    assert ends[1].seconds_to_read(ends[0], 4, at=10.0) == 14.5
-    assert ends[2].seconds_to_read(ends[0], 2, at=11.0) == 16.5
-
-
-def test_transfers_over_different_links_do_not_wait(ends: list[End]) -> None:
-    assert ends[0].seconds_to_read(ends[1], 4, at=10.0) == 14.5
-    assert ends[2].seconds_to_read(ends[3], 4, at=10.0) == 14.5
-    # The other direction is another link.
-    assert ends[1].seconds_to_read(ends[0], 4, at=10.0) == 14.5
+    assert ends[reader].seconds_to_read(ends[peer], count, at=at) == end
 
 
 def test_a_write_takes_the_same_links_as_a_read_from_there(ends: list[End], clock: VirtualClock) -> None:
-    blocks = np.arange(4, dtype=np.int32)
     clock.time = 10.0
-    assert ends[0].transport.write(ends[1].card, blocks, blocks, 1e6) == 400
+    assert ends[0].transport.write(ends[1].card, first(4), 1e6) == 400
     assert clock.time == 14.5
     assert ends[2].seconds_to_read(ends[0], 1, at=10.0) == 15.5
     assert ends[1].seconds_to_read(ends[3], 1, at=10.0) == 15.5
@@ -93,9 +90,8 @@ def test_transfer_takes_the_bandwidth_of_the_slower_end(clock: VirtualClock, end
 def test_a_transfer_that_the_timeout_does_not_allow_fails_when_it_is_over(
     clock: VirtualClock, ends: list[End]
 ) -> None:
-    blocks = np.arange(9, dtype=np.int32)
     with pytest.raises(ReadTimeoutError, match=r"need 9\.5 s for 9 blocks; .* allows 3 s") as raised:
-        ends[0].transport.read(ends[1].card, blocks, blocks, 3.0)
+        ends[0].transport.read(ends[1].card, first(9), 3.0)
     assert clock.time == 103.0
     assert not raised.value.may_land_later
 
@@ -133,12 +129,11 @@ def test_a_peer_with_another_time_scale_is_refused(clock: VirtualClock, ends: li
 
 
 def test_transfers_in_both_directions_at_once_do_not_wait_for_each_other(ends: list[End]) -> None:
-    blocks = np.arange(1, dtype=np.int32)
     one, two = ends[:2]
 
     def write(pair: tuple[End, End]) -> None:
         for _ in range(200):
-            pair[0].transport.write(pair[1].card, blocks, blocks, 1e6)
+            pair[0].transport.write(pair[1].card, first(1), 1e6)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(write, [(one, two), (two, one)], timeout=60))

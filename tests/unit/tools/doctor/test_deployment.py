@@ -75,25 +75,45 @@ def test_a_request_that_failed_is_an_error_and_what_would_follow_from_it_is_left
     assert {each.rule for each in findings(seen)} == {"answers", "workers"}
 
 
-@pytest.mark.parametrize(("role", "left"), [("prefill", PROCESSES[2]), ("decode", PROCESSES[1])])
-def test_a_missing_role_is_an_error(role: str, left: Process) -> None:
-    finding = the_one(with_processes(PROCESSES[0], left))
-    assert (finding.rule, finding.verdict) == ("workers", "error")
-    assert f"start a {role} worker" in finding.instead
+OPEN = replace(PROCESSES[2], load=WorkerLoad(breakers_open=1))
+MOVED, REUSED = replace(REPEATED, hit_rate=0.0), replace(REPEATED, cached_tokens=0, hit_rate=0.0)
 
 
-@pytest.mark.parametrize("state", [DEAD, SILENT])
-def test_a_worker_that_is_dead_or_silent_is_an_error_with_its_name(state: str) -> None:
-    finding = the_one(with_processes(*PROCESSES, Process("decode-1", "decode", state)))
-    assert (finding.rule, finding.verdict) == ("workers", "error")
-    assert f"decode-1: {state}" in finding.instead
-
-
-def test_an_open_breaker_is_a_note_and_workers_that_nothing_lists_are_not_known() -> None:
-    busy = replace(PROCESSES[2], load=WorkerLoad(breakers_open=1))
-    finding = the_one(with_processes(*PROCESSES[:2], busy))
-    assert (finding.verdict, "decode-0" in finding.instead) == ("note", True)
-    assert verdicts(with_processes(PROCESSES[0])) == [("workers", "not known")]
+@pytest.mark.parametrize(
+    ("seen", "rule", "verdict", "words"),
+    [
+        (with_processes(PROCESSES[0], PROCESSES[2]), "workers", "error", "start a prefill worker"),
+        (with_processes(PROCESSES[0], PROCESSES[1]), "workers", "error", "start a decode worker"),
+        *(
+            (
+                with_processes(*PROCESSES, Process("decode-1", "decode", state)),
+                "workers",
+                "error",
+                f"decode-1: {state}",
+            )
+            for state in (DEAD, SILENT)
+        ),
+        (with_processes(*PROCESSES[:2], OPEN), "workers", "note", "decode-0"),
+        (with_processes(PROCESSES[0]), "workers", "not known", ""),
+        (
+            traced(strategy="prefill_first", prefill_instance=None, decode_instance="42"),
+            "order",
+            "note",
+            "decode_first",
+        ),
+        (traced(kv_transfer_bytes=0), "KV moved", "error", ""),
+        (traced(kv_transfer_bytes=None), "KV moved", "not known", "--publish-metrics"),
+        (replace(FINE, repeated=MOVED), "KV events", "error", "--publish-kv-events"),
+        (replace(FINE, repeated=REUSED), "KV events", "error", "kv_cache_config.enable_block_reuse: true"),
+        (replace(FINE, repeated=replace(REPEATED, hit_rate=None)), "KV events", "note", "--router-mode kv"),
+    ],
+)
+def test_a_deployment_with_one_fault_gets_exactly_that_finding(
+    seen: Observed, rule: str, verdict: str, words: str
+) -> None:
+    finding = the_one(seen)
+    assert (finding.rule, finding.verdict) == (rule, verdict)
+    assert words in finding.instead
 
 
 @pytest.mark.parametrize("role", ["agg", "worker"])
@@ -110,12 +130,6 @@ def test_a_request_served_by_a_fallback_is_an_error_that_names_it() -> None:
     seen = traced(fallbacks=[lost], prefill_instance=None, kv_transfer_bytes=None)
     assert verdicts(seen) == [("order", "error"), ("both stages", "error")]
     assert all(lost in each.instead for each in broken(seen))
-
-
-def test_request_in_another_order_than_the_deployments_is_a_note() -> None:
-    finding = the_one(traced(strategy="prefill_first", prefill_instance=None, decode_instance="42"))
-    assert (finding.rule, finding.verdict) == ("order", "note")
-    assert "decode_first" in finding.instead
 
 
 def test_local_request_is_a_note_when_an_ordered_one_crosses_and_an_error_when_it_does_not() -> None:
@@ -137,27 +151,6 @@ def test_two_workers_that_the_frontend_chained_are_both_stages() -> None:
     assert [f.values["value"] for f in findings(seen) if f.rule == "both stages"] == [
         "yes, prefill f2 and decode 42"
     ]
-
-
-def test_zero_kv_bytes_are_an_error_and_unmeasured_ones_not_known() -> None:
-    assert verdicts(traced(kv_transfer_bytes=0)) == [("KV moved", "error")]
-    finding = the_one(traced(kv_transfer_bytes=None))
-    assert (finding.rule, finding.verdict) == ("KV moved", "not known")
-    assert "--publish-metrics" in finding.instead
-
-
-@pytest.mark.parametrize(
-    ("changes", "verdict", "flag"),
-    [
-        ({"cached_tokens": 160, "hit_rate": 0.0}, "error", "--publish-kv-events"),
-        ({"cached_tokens": 0, "hit_rate": 0.0}, "error", "kv_cache_config.enable_block_reuse: true"),
-        ({"hit_rate": None}, "note", "--router-mode kv"),
-    ],
-)
-def test_router_without_kv_events_is_named(changes: dict[str, Any], verdict: str, flag: str) -> None:
-    finding = the_one(replace(FINE, repeated=replace(REPEATED, **changes)))
-    assert (finding.rule, finding.verdict) == ("KV events", verdict)
-    assert flag in finding.instead
 
 
 @dataclass

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -123,6 +123,17 @@ class ReadTimeoutError(TimeoutError):
         self.has_ended = has_ended
 
 
+class BlockPairs(NamedTuple):
+    """What a transfer moves, index by index: int32 block ids in the peer's pool, and in this engine's."""
+
+    remote: np.ndarray
+    local: np.ndarray
+
+    @classmethod
+    def of(cls, remote: Sequence[int], local: Sequence[int]) -> BlockPairs:
+        return cls(np.asarray(remote, np.int32), np.asarray(local, np.int32))
+
+
 class KvTransport(Protocol):
     """`read`, `write` and `forget` block the peer's thread; `progress` has its own; others run on the engine core's.
 
@@ -133,30 +144,21 @@ class KvTransport(Protocol):
 
     def serve(self, sender: str) -> bytes:
         """Make the pool readable under this name; return `PeerMetadata.address`."""
-        ...
 
-    def read(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
-        """Copy remote blocks (int32 ids) into local ones, in order. Returns bytes moved.
+    def read(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
+        """Copy remote blocks into local ones, in order. Returns bytes moved.
 
         Raises ReadTimeoutError, or KvTransferError when the peer is gone or the read failed.
         """
-        ...
 
-    def write(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
+    def write(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
         """Copy local blocks into remote ones, in order; complete on return. Otherwise like `read`."""
-        ...
 
     def forget(self, peer: PeerMetadata) -> None:
         """Drop the cached state of a peer."""
-        ...
 
     def progress(self) -> None:
         """Serve peers that connect, read or write, for a transport without a thread."""
-        ...
 
     def close(self) -> None: ...
 
@@ -166,7 +168,6 @@ class StagingTransport(KvTransport, Protocol):
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Zeroed memory for the pool, which this transport can serve to peers."""
-        ...
 
     def fetched(
         self, peer: PeerMetadata, blocks: np.ndarray, block_bytes: int, timeout: float
@@ -175,7 +176,6 @@ class StagingTransport(KvTransport, Protocol):
 
         Raises as `read` does, but a late read never lands in the pool.
         """
-        ...
 
 
 def common_runs(remote: np.ndarray, local: np.ndarray) -> list[tuple[int, int]]:

@@ -22,6 +22,7 @@ import torch
 from trtllm_disagg.common.machine import ProcessMark, own_mark
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     STAGING_BYTES,
+    BlockPairs,
     PeerMetadata,
     ReadTimeoutError,
     decoded_address,
@@ -135,19 +136,15 @@ class NixlTransport:
         metadata = bytes(self._agent.get_agent_metadata())
         return msgspec.msgpack.encode(NixlAddress(self._pool.data_ptr(), metadata, own_mark()))
 
-    def read(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
+    def read(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
         if peer.sender == self._name:  # NIXL cannot transfer to itself
-            return self._copy(remote_blocks, local_blocks)
-        return self._move("READ", peer, remote_blocks, local_blocks, timeout)
+            return self._copy(blocks.remote, blocks.local)
+        return self._move("READ", peer, blocks, timeout)
 
-    def write(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
+    def write(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
         if peer.sender == self._name:
-            return self._copy(local_blocks, remote_blocks)
-        return self._move("WRITE", peer, remote_blocks, local_blocks, timeout)
+            return self._copy(blocks.local, blocks.remote)
+        return self._move("WRITE", peer, blocks, timeout)
 
     @contextlib.contextmanager
     def fetched(
@@ -160,7 +157,8 @@ class NixlTransport:
             with self._forgotten_if_it_fails("READ", peer):
                 into = self._own_table(buffer.memory, count, block_bytes)
                 try:
-                    self._transfer("READ", peer, blocks, into, np.arange(count), block_bytes, timeout)
+                    pairs = BlockPairs(blocks, np.arange(count))
+                    self._transfer("READ", peer, pairs, into, block_bytes, timeout)
                 finally:
                     self._agent.release_dlist_handle(into)
         except ReadTimeoutError as late:
@@ -284,18 +282,10 @@ class NixlTransport:
         self._pool[torch.from_numpy(targets).long()] = self._pool[torch.from_numpy(sources).long()]
         return len(sources) * self._block_bytes
 
-    def _move(
-        self,
-        operation: Operation,
-        peer: PeerMetadata,
-        remote_blocks: np.ndarray,
-        local_blocks: np.ndarray,
-        timeout: float,
-    ) -> int:
-        size = self._block_bytes
+    def _move(self, operation: Operation, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
         with self._forgotten_if_it_fails(operation, peer):
-            self._transfer(operation, peer, remote_blocks, self._local, local_blocks, size, timeout)
-        return len(local_blocks) * size
+            self._transfer(operation, peer, blocks, self._local, self._block_bytes, timeout)
+        return len(blocks.local) * self._block_bytes
 
     @contextlib.contextmanager
     def _forgotten_if_it_fails(self, operation: Operation, peer: PeerMetadata) -> Iterator[None]:
@@ -312,22 +302,19 @@ class NixlTransport:
         self,
         operation: Operation,
         peer: PeerMetadata,
-        remote_blocks: np.ndarray,
+        blocks: BlockPairs,
         local: Any,
-        local_blocks: np.ndarray,
         block_bytes: int,
         timeout: float,
     ) -> None:
-        """`local`: the prepared list that has `local_blocks`."""
+        """`local`: the prepared list that has the local blocks."""
         with self._connected(operation, peer) as remote:
             if block_bytes not in remote.tables:
                 base = remote.address.base
                 remote.tables[block_bytes] = self._table(remote.agent, base, peer.num_blocks, block_bytes)
             # NIXL merges neighbours where both id lists grow by one.
-            order = np.argsort(remote_blocks, kind="stable")
-            local_ids, remote_ids = (
-                blocks[order].astype(np.int32) for blocks in (local_blocks, remote_blocks)
-            )
+            order = np.argsort(blocks.remote, kind="stable")
+            remote_ids, local_ids = (ids[order].astype(np.int32) for ids in blocks)
             table = remote.tables[block_bytes]
             handle = self._agent.make_prepped_xfer(operation, local, local_ids, table, remote_ids)
             self._run(handle, operation, peer, remote, timeout)

@@ -18,9 +18,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
-from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, KvTimeouts, KvTransport, PeerMetadata
+from trtllm_disagg.engines.embedded.kv_transfer.base import (
+    BlockPairs,
+    KvLayout,
+    KvTimeouts,
+    KvTransport,
+    PeerMetadata,
+)
 from trtllm_disagg.engines.embedded.kv_transfer.connections import (
     SUCCESS,
     Outcome,
@@ -313,8 +317,8 @@ class KvReceiver:
             raise HandoffRefusedError("the handoff's KV layout is not its prefill worker's")
         if pull.local:
             _require_held(handle, client.begin(handle, timeouts.control))
-            blocks = np.asarray(pull.remote, np.int32), np.asarray(pull.local, np.int32)
-            pull.bytes_moved = self._peers.transport.read(sender, *blocks, timeouts.transfer)
+            blocks = BlockPairs.of(pull.remote, pull.local)
+            pull.bytes_moved = self._peers.transport.read(sender, blocks, timeouts.transfer)
         _require_held(handle, client.finish(handle, timeouts.control))
 
     def _release(self, handle: KvHandle) -> None:

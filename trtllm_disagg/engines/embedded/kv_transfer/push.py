@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
-import numpy as np
 
-from trtllm_disagg.engines.embedded.kv_transfer.base import PeerMetadata
+from trtllm_disagg.engines.embedded.kv_transfer.base import BlockPairs, PeerMetadata
 from trtllm_disagg.engines.embedded.kv_transfer.connections import (
     SUCCESS,
     LateTransfer,
@@ -317,14 +316,10 @@ class KvPusher:
             self._send(push, Failure(push.offer.ticket, reason[:1000], push.stopped.is_set()))
         self._finish(Move(push, "failure_sent"))
 
-    def _blocks(
-        self, push: Push, first: int, local: list[int]
-    ) -> tuple[PeerMetadata, np.ndarray, np.ndarray]:
-        """A transport's arguments: decode's metadata, its blocks from index `first` on, and the blocks `local`."""
-        offer = push.offer
-        remote = offer.blocks[first : first + len(local)]
-        decode = self._peers.peer_with(offer.endpoint, remote)
-        return decode, np.asarray(remote, np.int32), np.asarray(local, np.int32)
+    def _blocks(self, push: Push, first: int, local: list[int]) -> tuple[PeerMetadata, BlockPairs]:
+        """A transport's arguments: decode's metadata, and its blocks from index `first` on with the blocks `local`."""
+        remote = push.offer.blocks[first : first + len(local)]
+        return self._peers.peer_with(push.offer.endpoint, remote), BlockPairs.of(remote, local)
 
     def _send(self, push: Push, message: Notice | Failure | StillOffered) -> bytes:
         return self._peers.send(push.offer.endpoint, message)

@@ -20,6 +20,7 @@ import torch
 
 from trtllm_disagg.common.machine import ProcessMark, own_mark
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
+    BlockPairs,
     PeerMetadata,
     common_runs,
     decoded_address,
@@ -79,17 +80,13 @@ class SharedMemoryTransport:
         address = _Address(own_mark(), self._fd, self._blocks.nbytes)
         return msgspec.msgpack.encode(address)
 
-    def read(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
+    def read(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
         source = self._mapping(peer).blocks
-        return _copy(source, remote_blocks, self._blocks, local_blocks)
+        return _copy(source, blocks.remote, self._blocks, blocks.local)
 
-    def write(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
+    def write(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
         target = self._mapping(peer).blocks
-        return _copy(self._blocks, local_blocks, target, remote_blocks)
+        return _copy(self._blocks, blocks.local, target, blocks.remote)
 
     @contextlib.contextmanager
     def fetched(

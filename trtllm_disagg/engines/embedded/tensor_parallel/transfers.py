@@ -27,6 +27,7 @@ import torch
 from trtllm_disagg import errors
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     STAGING_BYTES,
+    BlockPairs,
     PeerMetadata,
     ReadTimeoutError,
     StagingTransport,
@@ -57,14 +58,9 @@ def overlaps(rank: int, num_ranks: int, num_shards: int, num_heads: int) -> list
     begin, end = rank * mine, (rank + 1) * mine
     found = []
     for shard in range(begin // theirs, -(-end // theirs)):
-        first, last = max(begin, shard * theirs), min(end, (shard + 1) * theirs)
-        found.append(
-            Overlap(
-                shard,
-                slice(first - shard * theirs, last - shard * theirs),
-                slice(first - begin, last - begin),
-            )
-        )
+        offset = shard * theirs
+        first, last = max(begin, offset), min(end, offset + theirs)
+        found.append(Overlap(shard, slice(first - offset, last - offset), slice(first - begin, last - begin)))
     return found
 
 
@@ -105,13 +101,11 @@ class ShardReader:
         self._pool = pool
         self._rank, self._num_ranks = rank, num_ranks
 
-    def read(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
+    def read(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
         """KvTransport.read of this rank's heads; in place if both ends are divided alike."""
         shards = shards_of(peer)
         if len(shards) == self._num_ranks:
-            return self._transport.read(shards[self._rank], remote_blocks, local_blocks, timeout)
+            return self._transport.read(shards[self._rank], blocks, timeout)
         if not shards or peer.layout.num_kv_heads % len(shards) or self._pool.is_cuda:
             raise HandoffRefusedError(
                 f"prefill has tensor_parallel_size {len(shards)}, decode {self._num_ranks}: "
@@ -120,7 +114,7 @@ class ShardReader:
         deadline = time.monotonic() + timeout
         heads = peer.layout.num_kv_heads // len(shards)
         return sum(
-            self._read_part(shards[part.shard], heads, part, remote_blocks, local_blocks, deadline)
+            self._read_part(shards[part.shard], heads, part, blocks, deadline)
             for part in overlaps(self._rank, self._num_ranks, len(shards), peer.layout.num_kv_heads)
         )
 
@@ -129,31 +123,25 @@ class ShardReader:
             self._transport.forget(shard)
 
     def _read_part(
-        self,
-        metadata: PeerMetadata,
-        heads: int,
-        part: Overlap,
-        remote: np.ndarray,
-        local: np.ndarray,
-        deadline: float,
+        self, metadata: PeerMetadata, heads: int, part: Overlap, blocks: BlockPairs, deadline: float
     ) -> int:
         """Read from a rank with `heads`; returns all bytes received, unwanted heads included."""
         pool = _as_bytes(self._pool)
         _, rows, _, head_bytes = pool.shape
         block_bytes = rows * heads * head_bytes
         at_once = max(1, self._staging_bytes // block_bytes)
-        for start in range(0, len(remote), at_once):
-            chunk = slice(start, start + at_once)
+        for start in range(0, len(blocks.remote), at_once):
+            remote, local = (ids[start : start + at_once] for ids in blocks)
             try:
                 with self._transport.fetched(
-                    metadata, remote[chunk], block_bytes, max(0.0, deadline - time.monotonic())
+                    metadata, remote, block_bytes, max(0.0, deadline - time.monotonic())
                 ) as fetched:
                     theirs = fetched.reshape(-1, rows, heads, head_bytes)
-                    pool[local[chunk], :, part.mine] = theirs[:, :, part.theirs]
+                    pool[local, :, part.mine] = theirs[:, :, part.theirs]
             except ReadTimeoutError as error:
                 # A late read never lands in the pool.
                 raise KvTransferError(str(error)) from error
-        return int(len(remote) * block_bytes)
+        return int(len(blocks.remote) * block_bytes)
 
 
 def _as_bytes(pool: torch.Tensor) -> np.ndarray:
@@ -255,16 +243,11 @@ class TeamTransport:
             shards.append(Shard(name, served.address))
         return join_addresses(shards)
 
-    def read(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
+    def read(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
         """Read on all ranks at once. Returns when all have ended or failed."""
         assert self._reader is not None
-        reads = [helper.read(peer, remote_blocks, local_blocks, timeout) for helper in self._helpers]
-        parts: list[Callable[[], int]] = [
-            partial(self._reader.read, peer, remote_blocks, local_blocks, timeout),
-            *reads,
-        ]
+        reads = [helper.read(peer, blocks, timeout) for helper in self._helpers]
+        parts: list[Callable[[], int]] = [partial(self._reader.read, peer, blocks, timeout), *reads]
         moved, failures = 0, list[Exception]()
         for part in parts:
             try:
@@ -280,13 +263,11 @@ class TeamTransport:
             raise failures[0]
         return moved
 
-    def write(
-        self, peer: PeerMetadata, remote_blocks: np.ndarray, local_blocks: np.ndarray, timeout: float
-    ) -> int:
+    def write(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> int:
         """For engines of one rank; the core refuses GENERATION_FIRST for others."""
         if self._helpers or len(shards_of(peer)) > 1:
             raise KvTransferError("KV is pushed between engines of tensor_parallel_size 1 only")
-        return self._transport.write(peer, remote_blocks, local_blocks, timeout)
+        return self._transport.write(peer, blocks, timeout)
 
     def forget(self, peer: PeerMetadata) -> None:
         assert self._reader is not None
@@ -330,11 +311,9 @@ class _Helper:
     def serve(self, sender: str) -> Future[Done]:
         return self.ask(Serve(next(self._ids), sender))
 
-    def read(
-        self, peer: PeerMetadata, remote: np.ndarray, local: np.ndarray, timeout: float
-    ) -> Callable[[], int]:
+    def read(self, peer: PeerMetadata, blocks: BlockPairs, timeout: float) -> Callable[[], int]:
         """Begin that rank's part of a read. The returned call waits for its end, and raises as KvTransport.read."""
-        ids = remote.tobytes(), local.tobytes()
+        ids = blocks.remote.tobytes(), blocks.local.tobytes()
         command = Read(next(self._ids), peer, *ids, timeout, self._other.settled)
         answer = self.ask(command)
 
@@ -438,10 +417,10 @@ class TransferService:
         with self._progress:
             if not self._progress.wait_for(lambda: self._num_executed >= command.after, command.timeout):
                 raise KvTransferError(f"a rank was busy for {command.timeout:g} s: its KV was not read")
-        remote, local = (np.frombuffer(ids, np.int32) for ids in (command.remote, command.local))
+        blocks = BlockPairs(*(np.frombuffer(ids, np.int32) for ids in (command.remote, command.local)))
         _, reader = self._built.result()
         left = max(0.0, end - time.monotonic())
-        return Done(command.id, moved=reader.read(command.metadata, remote, local, left))
+        return Done(command.id, moved=reader.read(command.metadata, blocks, left))
 
     def _has_ended_now(self, command: HasEnded) -> Done:
         if command.read in self._late and self._late[command.read]():

@@ -112,70 +112,64 @@ def test_without_process_vm_readv_nixl_is_refused_and_default_falls_back() -> No
 
 
 @pytest.fixture
-def without_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What Python does with a name that is None here: it cannot be imported.
+def installed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages of the parameter, and torch's CUDA. A name that is None cannot be imported."""
+    packages, cuda = request.param
     for name in ("nixl_cu12", "nixl_cu13"):
-        monkeypatch.setitem(sys.modules, f"{name}._api", None)
+        module = ModuleType(f"{name}._api") if name in packages else None
+        monkeypatch.setitem(sys.modules, f"{name}._api", module)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
 
 
-@pytest.mark.usefixtures("without_nixl")
-def test_default_falls_back_to_shared_memory_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("installed", [((), "13.0")], indirect=True, ids=["none"])
+def test_without_a_package_default_falls_back_to_shared_memory_and_nixl_by_name_is_refused(
+    installed: None, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         transport = create_transport("DEFAULT")
     assert transport.name == "SHARED_MEMORY"
     assert "KV moves through shared memory" in caplog.text
     transport.close()
-
-
-@pytest.mark.usefixtures("without_nixl")
-def test_nixl_by_name_does_not_fall_back() -> None:
     with pytest.raises(ConfigError, match=r"'NIXL' is not allowed; expected .* pip install nixl-cu13"):
         create_transport("NIXL")
-
-
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nixl_cu12", "nixl_cu13"):
-        monkeypatch.setitem(sys.modules, f"{name}._api", ModuleType(f"{name}._api"))
-
-
-@pytest.mark.usefixtures("install")
-@pytest.mark.parametrize(
-    ("cuda", "module"),
-    [("12.9", "nixl_cu12"), ("13.0", "nixl_cu13"), ("14.1", "nixl_cu12"), (None, "nixl_cu12")],
-)
-def test_of_two_packages_the_one_for_the_cuda_of_torch_is_used(
-    cuda: str | None, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert nixl_api().__name__ == f"{module}._api"
-
-
-@pytest.mark.usefixtures("install")
-def test_of_one_package_that_one_is_used_and_none_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "12.9")
-    monkeypatch.setitem(sys.modules, "nixl_cu12._api", None)
-    assert nixl_api().__name__ == "nixl_cu13._api"
-    monkeypatch.setitem(sys.modules, "nixl_cu13._api", None)
     with pytest.raises(ImportError, match="nixl_cu1"):
         nixl_api()
 
 
-@pytest.mark.parametrize(("cuda", "found", "needed"), [("13.0", "12", "13"), ("12.9", "13", "12")])
+BOTH = ("nixl_cu12", "nixl_cu13")
+
+
+@pytest.mark.parametrize(
+    ("installed", "module"),
+    [
+        ((BOTH, "12.9"), "nixl_cu12"),
+        ((BOTH, "13.0"), "nixl_cu13"),
+        ((BOTH, "14.1"), "nixl_cu12"),
+        ((BOTH, None), "nixl_cu12"),
+        ((BOTH[1:], "12.9"), "nixl_cu13"),
+    ],
+    indirect=["installed"],
+)
+def test_the_package_for_the_cuda_of_torch_is_used_or_the_only_one(installed: None, module: str) -> None:
+    assert nixl_api().__name__ == f"{module}._api"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "found", "expected"),
+    [
+        ("13.0", "12", "expected nixl-cu13 .* pip install nixl-cu13==1.5.1"),
+        ("12.9", "13", "expected nixl-cu12 .* pip install nixl-cu12==1.5.1"),
+        ("14.1", "13", "expected torch for CUDA 12 or 13"),
+    ],
+)
 def test_the_package_for_another_cuda_is_refused_on_a_gpu(
-    cuda: str, found: str, needed: str, monkeypatch: pytest.MonkeyPatch
+    cuda: str, found: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    require_package_for_gpus(ModuleType(f"nixl_cu{needed}._api"))
-    expected = f"'NIXL' is not allowed; .* pip install nixl-cu{needed}==1.5.1"
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(ConfigError, match=f"'NIXL' is not allowed; {expected}"):
         require_package_for_gpus(ModuleType(f"nixl_cu{found}._api"))
-
-
-def test_a_cuda_that_no_package_is_for_is_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", "14.1")
-    with pytest.raises(ConfigError, match="'NIXL' is not allowed; expected torch for CUDA 12 or 13"):
-        require_package_for_gpus(ModuleType("nixl_cu13._api"))
+    monkeypatch.setattr(torch.version, "cuda", f"{found}.0")
+    require_package_for_gpus(ModuleType(f"nixl_cu{found}._api"))
 
 
 # -- UCX

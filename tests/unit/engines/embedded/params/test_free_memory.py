@@ -14,16 +14,6 @@ STAT = "anon 5\ninactive_file 300\nactive_file 20\nshmem 7\n"
 STAT_V1 = "cache 9\ntotal_inactive_file 300\ntotal_active_file 20\n"
 
 
-@pytest.fixture
-def proc(tmp_path: Path) -> Path:
-    return written(tmp_path / "proc", {"meminfo": f"MemTotal: 9 kB\nMemAvailable: {MACHINE // 1024} kB\n"})
-
-
-@pytest.fixture
-def cgroups(tmp_path: Path) -> Path:
-    return tmp_path / "cgroup"
-
-
 def written(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -39,43 +29,42 @@ def within(folder: str, files: dict[str, str]) -> dict[str, str]:
     return {f"{folder}/{name}": text for name, text in files.items()}
 
 
-def test_without_control_groups_it_is_the_machines(proc: Path, cgroups: Path) -> None:
-    assert available_bytes(proc, cgroups) == MACHINE
+V1 = {"memory.limit_in_bytes": f"{8 * GIB}", "memory.usage_in_bytes": f"{GIB}", "memory.stat": STAT_V1}
 
 
-def test_a_container_leaves_its_limit_less_what_it_uses(proc: Path, cgroups: Path) -> None:
-    written(proc, {"self/cgroup": "0::/\n"})
-    written(cgroups, limited(str(8 * GIB), GIB))
-    assert available_bytes(proc, cgroups) == 7 * GIB + 320, "its page cache is available"
-
-
-def test_a_container_of_version_1_leaves_its_limit_less_what_it_uses(proc: Path, cgroups: Path) -> None:
-    written(proc, {"self/cgroup": "5:cpu:/docker/12ab\n4:memory:/docker/12ab\n0::/\n"})
-    files = {"memory.limit_in_bytes": f"{8 * GIB}", "memory.usage_in_bytes": f"{GIB}", "memory.stat": STAT_V1}
-    written(cgroups, within("memory", files))
-    assert available_bytes(proc, cgroups) == 7 * GIB + 320
-
-
-def test_the_tightest_of_the_groups_around_a_process_counts(proc: Path, cgroups: Path) -> None:
-    written(proc, {"self/cgroup": "0::/slice/unit\n"})
-    written(cgroups, within("slice/unit", limited("max", GIB)))
-    written(cgroups, within("slice", limited(str(4 * GIB), GIB)))
-    assert available_bytes(proc, cgroups) == 3 * GIB + 320
-
-
-@pytest.mark.parametrize("limit", ["max", str(MACHINE * 9)])
-def test_a_group_without_a_limit_below_the_machines_changes_nothing(
-    proc: Path, cgroups: Path, limit: str
+@pytest.mark.parametrize(
+    ("groups", "files", "left"),
+    [
+        (None, {}, MACHINE),
+        # The page cache of a container is available.
+        ("0::/", limited(str(8 * GIB), GIB), 7 * GIB + 320),
+        ("5:cpu:/docker/12ab\n4:memory:/docker/12ab\n0::/", within("memory", V1), 7 * GIB + 320),
+        (
+            "0::/slice/unit",
+            within("slice/unit", limited("max", GIB)) | within("slice", limited(str(4 * GIB), GIB)),
+            3 * GIB + 320,
+        ),
+        ("0::/", limited("max", GIB), MACHINE),
+        ("0::/", limited(str(MACHINE * 9), GIB), MACHINE),
+        ("0::/", limited(str(GIB), 2 * GIB), 0),
+    ],
+    ids=[
+        "no groups",
+        "container",
+        "version 1",
+        "tightest of several",
+        "no limit",
+        "above",
+        "beyond its limit",
+    ],
+)
+def test_free_memory_is_the_machines_or_what_its_tightest_control_group_leaves(
+    tmp_path: Path, groups: str | None, files: dict[str, str], left: int
 ) -> None:
-    written(proc, {"self/cgroup": "0::/\n"})
-    written(cgroups, limited(limit, GIB))
-    assert available_bytes(proc, cgroups) == MACHINE
-
-
-def test_a_group_beyond_its_limit_leaves_nothing(proc: Path, cgroups: Path) -> None:
-    written(proc, {"self/cgroup": "0::/\n"})
-    written(cgroups, limited(str(GIB), 2 * GIB))
-    assert available_bytes(proc, cgroups) == 0
+    proc = written(tmp_path / "proc", {"meminfo": f"MemTotal: 9 kB\nMemAvailable: {MACHINE // 1024} kB\n"})
+    if groups is not None:
+        written(proc, {"self/cgroup": f"{groups}\n"})
+    assert available_bytes(proc, written(tmp_path / "cgroup", files)) == left
 
 
 def test_this_machine_has_some() -> None:

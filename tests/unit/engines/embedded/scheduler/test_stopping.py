@@ -25,30 +25,33 @@ def stops(*words: tuple[int, ...], **more: Any) -> dict[str, Any]:
     return {"stop_words": words, "stop_reasons": tuple(f"stop {word}" for word in words), **more}
 
 
-def test_an_end_token_ends_silently() -> None:
-    assert verdict([5, EOS]) == Verdict(emit=False, finish_reason="stop", stop_reason=None)
-    assert verdict([EOS, 5]) == GO_ON, "only the newest token counts"
+STOP_6: dict[str, Any] = {"stop_words": ((6,),), "stop_reasons": (6,)}
 
 
-def test_a_stop_token_is_not_returned_but_named() -> None:
-    stop = {"stop_words": ((6,),), "stop_reasons": (6,)}
-    assert verdict([5, 6], **stop) == Verdict(emit=False, finish_reason="stop", stop_reason=6)
-    assert verdict([5, 6], **stop, include_stop=True) == Verdict(finish_reason="stop", stop_reason=6)
-
-
-def test_stop_word_of_several_tokens_trims_its_start() -> None:
-    found = verdict([4, 5, 6], **stops((5, 6)))
-    assert found == Verdict(emit=False, trim=1, finish_reason="stop", stop_reason="stop (5, 6)")
-    assert verdict([4, 5], **stops((5, 6))) == GO_ON
-
-
-def test_stop_word_does_not_match_prompt_tokens() -> None:
-    assert verdict([5], **stops((9, 5))) == GO_ON
-    assert verdict([9, 5], **stops((9, 5))).finish_reason == "stop"
-
-
-def test_first_matching_stop_word_is_the_stop_reason() -> None:
-    assert verdict([4, 5], **stops((5,), (4, 5))).stop_reason == "stop (5,)"
+@pytest.mark.parametrize(
+    ("output", "spec", "expected"),
+    [
+        ([5, EOS], {}, Verdict(emit=False, finish_reason="stop")),
+        # Only the newest token counts.
+        ([EOS, 5], {}, GO_ON),
+        ([5, 6], STOP_6, Verdict(emit=False, finish_reason="stop", stop_reason=6)),
+        ([5, 6], STOP_6 | {"include_stop": True}, Verdict(finish_reason="stop", stop_reason=6)),
+        # A stop word of several tokens trims its start.
+        ([4, 5, 6], stops((5, 6)), Verdict(False, 1, "stop", "stop (5, 6)")),
+        ([4, 5], stops((5, 6)), GO_ON),
+        # It does not begin in the prompt.
+        ([5], stops((9, 5)), GO_ON),
+        ([9, 5], stops((9, 5)), Verdict(False, 1, "stop", "stop (9, 5)")),
+        # The first one that matches is the reason.
+        ([4, 5], stops((5,), (4, 5)), Verdict(False, 0, "stop", "stop (5,)")),
+        ([4, 4], {"max_tokens": 3}, GO_ON),
+        ([4, 4, 4], {"max_tokens": 3}, Verdict(finish_reason="length")),
+        ([4, 4, EOS], {"max_tokens": 3}, Verdict(emit=False, finish_reason="stop")),
+    ],
+    ids=str,
+)
+def test_an_answer_ends_by_its_last_token(output: list[int], spec: dict[str, Any], expected: Verdict) -> None:
+    assert verdict(output, **spec) == expected
 
 
 @pytest.mark.parametrize("ending", [[EOS], [6], [5, 6]], ids=["end", "stop token", "stop word"])
@@ -58,12 +61,3 @@ def test_nothing_ends_an_answer_before_min_tokens_but_max_tokens(ending: list[in
     assert verdict(filler + ending, **stop, min_tokens=3) == GO_ON
     assert verdict([4, *filler, *ending], **stop, min_tokens=3).finish_reason == "stop"
     assert verdict(filler + ending, **stop, min_tokens=3, max_tokens=3).finish_reason == "length"
-
-
-def test_the_last_allowed_token_is_returned() -> None:
-    assert verdict([4, 4], max_tokens=3) == GO_ON
-    assert verdict([4, 4, 4], max_tokens=3) == Verdict(finish_reason="length")
-
-
-def test_stopping_at_the_last_allowed_token_is_a_stop() -> None:
-    assert verdict([4, 4, EOS], max_tokens=3).finish_reason == "stop"

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.support.nixl_agents import ScriptedAgents
 from trtllm_disagg.engines.embedded.kv_transfer.base import (
     STAGING_BYTES,
+    BlockPairs,
     KvLayout,
     PeerMetadata,
     ReadTimeoutError,
@@ -109,10 +110,6 @@ def engines(
             engine.close()
 
 
-def ids(blocks: list[int]) -> np.ndarray:
-    return np.asarray(blocks, np.int32)
-
-
 @pytest.mark.parametrize("backend", tuple(TRANSPORTS))
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 2), (2, 1), (2, 2), (4, 2), (1, 1)])
 @pytest.mark.parametrize("staging", [STAGING_BYTES, 1], ids=["at once", "block by block"])
@@ -121,7 +118,7 @@ def test_blocks_arrive_bit_for_bit(backend: str, theirs: int, ours: int, staging
         before = decode.kv
         before[LOCAL] = prefill.kv[REMOTE]
         for rank in range(ours):
-            decode.reader(rank, staging).read(prefill.card, ids(REMOTE), ids(LOCAL), 10.0)
+            decode.reader(rank, staging).read(prefill.card, BlockPairs.of(REMOTE, LOCAL), 10.0)
         assert torch.equal(decode.kv, before), "the blocks as they are there, all others untouched"
 
 
@@ -139,7 +136,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused() -> None:
     card = PeerMetadata("a", "NIXL", LAYOUT, 3, join_addresses([Shard(f"a/{i}", b"") for i in range(3)]))
     reader = ShardReader(create_transport("SHARED_MEMORY"), torch.zeros(1), 0, 2)
     with pytest.raises(HandoffRefusedError, match="prefill has tensor_parallel_size 3, decode 2"):
-        reader.read(card, ids([0]), ids([0]), 1.0)
+        reader.read(card, BlockPairs.of([0], [0]), 1.0)
 
 
 def test_a_read_that_never_ends_may_not_land_in_the_pool() -> None:
@@ -147,14 +144,14 @@ def test_a_read_that_never_ends_may_not_land_in_the_pool() -> None:
     agents = ScriptedAgents()
     with engines("NIXL", 1, 2, agents) as (prefill, decode):
         agent = agents["decode/0"]
-        decode.reader(0).read(prefill.card, ids([0]), ids([0]), 10.0)
+        decode.reader(0).read(prefill.card, BlockPairs.of([0], [0]), 10.0)
         agent.state = "PROC"
         with pytest.raises(KvTransferError, match="took longer than") as caught:
-            decode.reader(0).read(prefill.card, ids([1]), ids([1]), 0.01)
+            decode.reader(0).read(prefill.card, BlockPairs.of([1], [1]), 0.01)
         assert isinstance(caught.value.__cause__, ReadTimeoutError)
         agent.state = None
         agent.unending.append(agent.handle)
-        decode.reader(0).read(prefill.card, ids([1]), ids([1]), 10.0)
+        decode.reader(0).read(prefill.card, BlockPairs.of([1], [1]), 10.0)
         pool, first, lost, last = agent.own_tables
         assert first == lost, "a buffer is used again"
         assert last not in (pool, lost)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,12 @@ from trtllm_disagg.engines.embedded.ipc.messages import AddRequest, SamplingSpec
 from trtllm_disagg.engines.embedded.ipc.sockets import Listener
 from trtllm_disagg.engines.embedded.kv_cache.memory import CopyStart
 from trtllm_disagg.engines.embedded.kv_cache.pool import KvPool
-from trtllm_disagg.engines.embedded.kv_transfer.base import KvLayout, PeerMetadata, ReadTimeoutError
+from trtllm_disagg.engines.embedded.kv_transfer.base import (
+    BlockPairs,
+    KvLayout,
+    PeerMetadata,
+    ReadTimeoutError,
+)
 from trtllm_disagg.engines.embedded.model.forward import ModelRunner
 from trtllm_disagg.engines.embedded.model.rows import ForwardRow
 from trtllm_disagg.engines.embedded.scheduler.scheduler import Row
@@ -202,9 +206,8 @@ def test_a_read_that_fails_on_rank_0_ends_when_the_other_rank_has_ended(joined: 
     transport.allocate(SHAPE, torch.float32, torch.device("cpu"))
     shards = [Shard(f"sender/{rank}", b"") for rank in range(2)]
     card = PeerMetadata("sender", "FAKE", LAYOUT, 4, join_addresses(shards))
-    blocks = np.zeros(1, np.int32)
     with ThreadPoolExecutor(1) as thread:
-        read = thread.submit(transport.read, card, blocks, blocks, 10.0)
+        read = thread.submit(transport.read, card, BlockPairs.of([0], [0]), 10.0)
         asked = other.transfers.receive(msgspec.msgpack.Decoder(Read))
         wait_until(lambda: fake.count("read") == 1)
         assert wait({read}, 0.2).not_done
@@ -223,7 +226,7 @@ def test_a_late_read_of_another_rank_has_ended_when_its_transport_says_so(joined
     card = PeerMetadata("sender", "FAKE", LAYOUT, 4, transport.serve("sender"))
     fakes[1].then("read", TakesTooLong(landed))
     with pytest.raises(ReadTimeoutError) as timeout:
-        transport.read(card, np.zeros(1, np.int32), np.ones(1, np.int32), 10.0)
+        transport.read(card, BlockPairs.of([0], [1]), 10.0)
     assert timeout.value.may_land_later
     assert not timeout.value.has_ended()
     landed.set()
@@ -241,7 +244,7 @@ def test_a_read_of_another_rank_begins_when_that_rank_has_done_what_it_was_told_
     card = PeerMetadata("sender", "FAKE", LAYOUT, 4, transport.serve("sender"))
 
     def read() -> int:
-        return transport.read(card, np.zeros(1, np.int32), np.ones(1, np.int32), 10.0)
+        return transport.read(card, BlockPairs.of([0], [1]), 10.0)
 
     def read_in_a_step() -> torch.Tensor:
         assert read() > 0
