@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from tests.support.handling import until
+from tests.support.recording_pair import seeing
 from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
@@ -56,6 +57,7 @@ class Both:
     def __init__(self, strategy: str, settings: dict[str, Any] | None = None, **engine_args: Any) -> None:
         """`settings`: of both workers."""
         self.engines = {role: opened(**(PESSIMISM | engine_args)) for role in (Role.PREFILL, Role.DECODE)}
+        seeing(*self.engines.values())
         self.clients = {role: RecordingStageClient() for role in self.engines}
         self.handlers: dict[Role, Generate] = {}
         for role, engine in self.engines.items():

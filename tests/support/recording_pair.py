@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from PIL import Image
+
 from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
+from trtllm_disagg.engine.image_inputs import ImageInputs
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engines.recording.llm import LLM
+from trtllm_disagg.errors import InvalidRequestError
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.strategies import spec_of
-from trtllm_disagg.types import Generate, GenerateRequest, RequestContext, TokenChunk
+from trtllm_disagg.types import Generate, GenerateRequest, Images, RequestContext, TokenChunk
 from trtllm_disagg.wire.bodies import decode_chunk
 
 MAX_SEQ_LEN = 512
@@ -24,7 +28,31 @@ MAX_SEQ_LEN = 512
 def recording_engine(**engine_args: Any) -> Engine:
     """An Engine on a scripted LLM, which is `engine.llm`."""
     args = {"model": "org/model", "max_seq_len": MAX_SEQ_LEN, "cache_transceiver_config": {"backend": "NIXL"}}
-    return Engine.open(load_api("recording"), args | engine_args, machine_id=0)
+    engine = Engine.open(load_api("recording"), args | engine_args, machine_id=0)
+    seeing(engine)
+    return engine
+
+
+class Loader:
+    """Loads an image of the colour that an address names."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    async def __call__(self, images: Images) -> Sequence[Any]:
+        urls = [each["Url"] for each in images.references]
+        self.loaded += urls
+        if "missing" in urls:
+            raise InvalidRequestError("image 1 cannot be loaded: 404")
+        return [Image.new("RGB", (8, 8), url) for url in urls]
+
+
+def seeing(*engines: Engine) -> Loader:
+    """Let these engines load images."""
+    loader = Loader()
+    for engine in engines:
+        engine.images = ImageInputs(loader, engine.llm.input_processor)
+    return loader
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class Place(Enum):
     (docs/log/dynamo.md).
     """
 
-    NONE, FRONTENDS, PEERS = auto(), auto(), auto()
+    NONE, FRONTENDS, LEAVING, PEERS = auto(), auto(), auto(), auto()
 
 
 @dataclass(eq=False)
@@ -72,7 +72,8 @@ class Registration:
         """Become a second stage. Removes the model first, and the instance after the grace period in which all
         frontends learn of it: so requests in flight are still answered.
         """
-        if self.place is Place.FRONTENDS:
+        if self.place in (Place.FRONTENDS, Place.LEAVING):
+            self.place = Place.LEAVING  # no longer described as a first stage that a switch can count on
             await self.cards.remove_from_frontends()
             if self.config.may_switch:
                 self.served.needed.discard(self._front)

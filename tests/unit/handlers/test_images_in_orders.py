@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from tests.support.handling import (
     ORDERS,
@@ -18,79 +16,55 @@ from tests.support.handling import (
     until,
     untraced,
 )
-from tests.support.recording_pair import MAX_SEQ_LEN, Pair, make_pair, recording_engine
-from tests.support.stage_client import FakeContext
-from trtllm_disagg.engine.image_inputs import ImageInputs
+from tests.support.queueing import Queueing
+from tests.support.recording_pair import MAX_SEQ_LEN, Loader, Pair, make_pair, recording_engine, seeing
+from tests.support.stage_client import FakeContext, Raw
+from tests.unit.handlers.test_migrated import migrated
 from trtllm_disagg.engines.recording.hard_edges import HardEdges
 from trtllm_disagg.engines.recording.image_prompts import IMAGE_TOKEN
-from trtllm_disagg.engines.recording.llm import LLM
+from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError
 from trtllm_disagg.handlers.delivered import Appended
+from trtllm_disagg.handlers.drain import num_in_background
 from trtllm_disagg.handlers.local import LocalAgg
-from trtllm_disagg.types import GenerateRequest, Images, TokenChunk
-from trtllm_disagg.wire.bodies import decode_request
+from trtllm_disagg.types import GenerateRequest, TokenChunk
+from trtllm_disagg.wire.bodies import decode_request, phase_of
 
 PROMPT = [11, IMAGE_TOKEN, 12, IMAGE_TOKEN, 13]
+EXPANDED = 3 + 2 * 16
 
 
-class Loader:
-    """Loads an image of the colour that an address names."""
-
-    def __init__(self) -> None:
-        self.loaded: list[str] = []
-
-    async def __call__(self, images: Images) -> Sequence[Any]:
-        urls = [each["Url"] for each in images.references]
-        self.loaded += urls
-        if "missing" in urls:
-            raise InvalidRequestError("image 1 cannot be loaded: 404")
-        return [Image.new("RGB", (8, 8), url) for url in urls]
+def raw_asked(*colours: str, max_tokens: int | None = 5, **keys: Any) -> Raw:
+    images = {"image_url": [{"Url": colour} for colour in colours]}
+    return raw_request(max_tokens, **({"token_ids": list(PROMPT), "multi_modal_data": images} | keys))
 
 
 def asked(*colours: str, max_tokens: int | None = 5, **keys: Any) -> GenerateRequest:
-    images = {"image_url": [{"Url": colour} for colour in colours]}
-    raw = raw_request(max_tokens, **({"token_ids": list(PROMPT), "multi_modal_data": images} | keys))
-    return decode_request(raw, takes_images=True)
+    return decode_request(raw_asked(*colours, max_tokens=max_tokens, **keys), takes_images=True)
 
 
 async def answer_of_agg(request: GenerateRequest) -> TokenChunk:
-    engine = recording_engine()
-    engine.images = ImageInputs(Loader(), engine.llm.input_processor)
-    return joined(await collect(LocalAgg(engine), request))
+    return joined(await collect(LocalAgg(recording_engine()), request))
 
 
 def pair_of(strategy: str, **settings: Any) -> tuple[Pair, Loader]:
-    loader = Loader()
     pair = make_pair(strategy, **settings)
-    for engine in pair.engines.values():
-        engine.images = ImageInputs(loader, engine.llm.input_processor)
-    return pair, loader
+    return pair, seeing(*pair.engines.values())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 async def test_each_order_answers_as_agg_and_loads_each_image_once(strategy: str) -> None:
     pair, loader = pair_of(strategy)
-
-    answer = joined(await collect(pair.generate, asked("red", "blue")))
-
-    right = await answer_of_agg(asked("red", "blue"))
-    assert (answer.token_ids, answer.finish_reason) == (right.token_ids, right.finish_reason)
-    assert answer.completion_usage is not None
-    assert answer.completion_usage.prompt_tokens == 3 + 2 * 16
-    assert loader.loaded == ["red", "blue"]
-    [decode] = pair.decode.calls_of("generate_async")
-    assert isinstance(decode["inputs"], list), "no image"
-    assert len(decode["inputs"]) == 3 + 2 * 16
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_swapped_images_have_another_answer(strategy: str) -> None:
-    pair, _ = pair_of(strategy)
-    answers = [
-        tokens_of(await collect(pair.generate, asked(*each))) for each in (("red", "blue"), ("blue", "red"))
-    ]
-    assert answers[0] != answers[1]
-    assert answers[1] == (await answer_of_agg(asked("blue", "red"))).token_ids
+    for colours in (["red", "blue"], ["blue", "red"]):
+        answer = joined(await collect(pair.generate, asked(*colours)))
+        right = await answer_of_agg(asked(*colours))
+        assert (answer.token_ids, answer.finish_reason) == (right.token_ids, right.finish_reason)
+        assert answer.completion_usage is not None
+        assert answer.completion_usage.prompt_tokens == EXPANDED
+    assert loader.loaded == ["red", "blue", "blue", "red"]
+    for decode in pair.decode.calls_of("generate_async"):
+        assert isinstance(decode["inputs"], list), "no image"
+        assert len(decode["inputs"]) == EXPANDED
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -102,31 +76,48 @@ async def test_the_worker_alone_loads_the_images_when_the_other_stage_fails(orde
     assert set(loader.loaded) == {"red", "blue"}
 
 
+@pytest.mark.parametrize("order", [*ORDERS, "next attempt"])
+async def test_an_answer_goes_on_about_its_images_when_decode_dies_after_120_tokens(order: str) -> None:
+    """By a migration, or in prefill_first by its next attempt. Usage is that of one answer."""
+    pair, loader = pair_of(order if order in ORDERS else "prefill_first")
+    raw = raw_asked("red", "blue", max_tokens=150)
+    if order not in ORDERS:
+        pair.decode.scripts.append(Script(error=RuntimeError("died"), error_at=120))
+    chunks = await collect(pair.generate, decode_request(raw, takes_images=True))
+    if order in ORDERS:
+        link = chunks[0].worker_trace_link
+        chunks = [TokenChunk(tokens_of(chunks)[:120], worker_trace_link=link)]
+        chunks += await collect(pair.generate, migrated(raw, chunks))
+    answer, right = joined(chunks), await answer_of_agg(asked("red", "blue", max_tokens=150))
+    assert (answer.token_ids, answer.finish_reason) == (right.token_ids, right.finish_reason)
+    assert (usage := answer.completion_usage) is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (EXPANDED, 150)
+    assert loader.loaded == ["red", "blue"] * 2
+
+
+#: Tokens, colours -> the reason.
+REFUSED = {
+    "image 1 cannot be loaded: 404": (PROMPT, ("missing", "blue")),
+    "2 image markers": (PROMPT, ("red",)),
+    f"the prompt has {MAX_SEQ_LEN + 12} tokens": (
+        [*range(100, 80 + MAX_SEQ_LEN), IMAGE_TOKEN, IMAGE_TOKEN],
+        ("red", "blue"),
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_an_image_that_cannot_be_loaded_is_the_clients_error_and_the_workers_go_on(
-    strategy: str,
+async def test_what_cannot_be_answered_is_refused_by_name_and_the_workers_go_on(
+    strategy: str, reason: str
 ) -> None:
     pair, _ = pair_of(strategy)
-    with pytest.raises(InvalidRequestError, match="image 1 cannot be loaded: 404"):
-        await collect(pair.generate, asked("missing", "blue"))
+    tokens, colours = REFUSED[reason]
+    with pytest.raises(InvalidRequestError, match=reason):
+        await collect(pair.generate, asked(*colours, token_ids=tokens))
     assert await collect(pair.generate, asked("red", "blue"))
     await pair.idle()
     assert len(LLM.kv_store) == 0
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_a_prompt_that_is_too_long_only_when_expanded_is_refused(strategy: str) -> None:
-    pair, _ = pair_of(strategy)
-    prompt = [*range(100, 100 + MAX_SEQ_LEN - 20), IMAGE_TOKEN, IMAGE_TOKEN]
-    with pytest.raises(InvalidRequestError, match=f"the prompt has {MAX_SEQ_LEN - 20 + 32} tokens"):
-        await collect(pair.generate, asked("red", "blue", token_ids=prompt))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-async def test_a_wrong_number_of_markers_is_refused(strategy: str) -> None:
-    pair, _ = pair_of(strategy)
-    with pytest.raises(InvalidRequestError, match="2 image markers"):
-        await collect(pair.generate, asked("red"))
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -150,14 +141,43 @@ async def test_an_unused_handoff_of_images_is_freed(order: str) -> None:
     await until(lambda: len(LLM.kv_store) == 0)
 
 
-async def test_an_unknown_length_is_long_for_a_decider() -> None:
-    pair, _ = pair_of("decode_first", prefill_decider="length", thresholds={"max_local_prefill_length": 100})
-    request = asked("red", "blue")
-    await collect(pair.generate, request)
-    assert (request.trace.strategy, request.trace.reason) == ("decode_first", "image")
-    known = asked("red", "blue", mm_routing_info={"expanded_prompt_len": 35})
-    await collect(pair.generate, known)
-    assert (known.trace.strategy, known.trace.reason) == ("local", "short")
+#: Strategy -> what runs for an unknown and for a known length, and the reasons.
+DECIDED = {
+    "decode_first": [("decode_first", "image"), ("local", "short")],
+    "prefill_first": [("prefill_first", "image"), ("local", "short")],
+    "auto": [("decode_first", "auto_image"), ("local", "auto_short")],
+}
+
+
+@pytest.mark.parametrize("strategy", DECIDED)
+async def test_a_decider_takes_an_unknown_length_as_long_and_either_choice_answers_as_agg(
+    strategy: str,
+) -> None:
+    pair, _ = pair_of(strategy, prefill_decider="length", thresholds={"max_local_prefill_length": 100})
+    known = {"mm_routing_info": {"expanded_prompt_len": EXPANDED}}
+    requests = asked("red", "blue"), asked("red", "blue", **known)
+    right = (await answer_of_agg(asked("red", "blue"))).token_ids
+    for request in requests:
+        assert tokens_of(await collect(pair.generate, request)) == right
+    assert [(each.trace.strategy, each.trace.reason) for each in requests] == DECIDED[strategy]
+
+
+async def test_a_queued_prefill_loads_the_images(queue: Queueing) -> None:
+    asker, taker = await queue.asker(), await queue.taker()
+    answer = tokens_of(await collect(asker.generate, asked("red", "blue")))
+    assert answer == (await answer_of_agg(asked("red", "blue"))).token_ids
+    assert [result.request_type for result in taker.llm.results] == ["context_only"]
+    assert [result.request_type for result in asker.llm.results] == ["generation_only"]
+
+
+async def test_the_next_turn_of_a_conversation_computes_the_answer_before_it() -> None:
+    """Decode's blocks are not pulled: only prefill's engine keys them by image."""
+    pair, _ = pair_of("prefill_first", pull_min_tokens=2)
+    first = tokens_of(await collect(pair.generate, asked("red", "blue", max_tokens=90)))
+    await until(lambda: not num_in_background())
+    turn = asked("red", "blue", token_ids=[*PROMPT, *first, 14, 15])
+    assert tokens_of(await collect(pair.generate, turn)) == (await answer_of_agg(turn)).token_ids
+    assert [phase_of(each) for each in pair.client.requests] == ["decode", "decode"]
 
 
 async def test_an_engine_that_changes_the_clients_tokens_does_not_continue_the_answer(
@@ -165,7 +185,6 @@ async def test_an_engine_that_changes_the_clients_tokens_does_not_continue_the_a
 ) -> None:
     monkeypatch.setattr(LLM, "next_edges", HardEdges(retokenises_prompts_with_images=True))
     engine = recording_engine()
-    engine.images = ImageInputs(Loader(), engine.llm.input_processor)
     continued = Appended(asked("red", "blue"), [7, 8]).request
     assert tokens_of(await collect(LocalAgg(engine), asked("red", "blue")))
     with pytest.raises(EngineError, match="cannot be continued"):

@@ -44,7 +44,7 @@ def migrated(raw: dict[str, Any], chunks: list[TokenChunk]) -> GenerateRequest:
     link = next(chunk.worker_trace_link for chunk in chunks if chunk.token_ids)
     stop = raw["stop_conditions"] | {"max_tokens": raw["stop_conditions"]["max_tokens"] - len(delivered)}
     changes = {"token_ids": raw["token_ids"] + delivered, "stop_conditions": stop, "migration_link": link}
-    return decode_request(raw | changes)
+    return decode_request(raw | changes, takes_images=True)
 
 
 @pytest.mark.parametrize("sampling", [{"seed": 7}, {}, PENALTY], ids=["seeded", "drawn", "penalty"])

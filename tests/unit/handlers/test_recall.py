@@ -16,6 +16,7 @@ from tests.support.handling import collect, expected_tokens, raw_request, reques
 from tests.support.recording_pair import leftover_tasks
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from tests.support.trying import counts_of, trying
+from tests.unit.handlers.test_images_in_orders import PROMPT, asked
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.llm import Script
@@ -37,7 +38,7 @@ from trtllm_disagg.handlers.recall import TIMES, Notices, Recalls, RecallTimes
 from trtllm_disagg.handlers.remote import RemoteDrain
 from trtllm_disagg.handlers.services import peers_of
 from trtllm_disagg.handlers.trace import RequestEnd, RequestLog
-from trtllm_disagg.types import MAX_ATTEMPTS, PhaseRequest
+from trtllm_disagg.types import MAX_ATTEMPTS, GenerateRequest, PhaseRequest
 from trtllm_disagg.wire.bodies import decode_request
 
 pytestmark = pytest.mark.usefixtures("tensorrt_llm")
@@ -107,8 +108,11 @@ class Lossy:
             yield answer
 
 
+@pytest.mark.parametrize("asks", [request(), asked("red", token_ids=PROMPT[:3])], ids=["text", "images"])
 @pytest.mark.parametrize("overtakes", [False, True], ids=["behind the answer", "before the answer"])
-async def test_a_prefill_whose_answer_is_lost_as_the_client_leaves_leaves_no_context(overtakes: bool) -> None:
+async def test_a_prefill_whose_answer_is_lost_as_the_client_leaves_leaves_no_context(
+    overtakes: bool, asks: GenerateRequest
+) -> None:
     """Dynamo drops what is on the way to a request that it has killed."""
     context = FakeContext()
 
@@ -126,7 +130,7 @@ async def test_a_prefill_whose_answer_is_lost_as_the_client_leaves_leaves_no_con
 
         lossy.send = recalled_first
     with pytest.raises(RequestCancelledError):
-        await collect(lossy.generate, request(), context)
+        await collect(lossy.generate, asks, context)
     await lossy.quiet()
     assert lossy.contexts == 0
 

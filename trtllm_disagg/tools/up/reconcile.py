@@ -71,8 +71,8 @@ class Seen:
 
     @property
     def is_first(self) -> bool:
-        """It is a first stage and answers."""
-        return self.phase is Phase.SERVING and self.takes_requests and self.answers
+        """It is a first stage, answers, and will: a worker with a command in progress may have removed its card."""
+        return self.phase is Phase.SERVING and self.takes_requests and self.answers and not self.is_busy
 
     @property
     def lasts(self) -> bool:

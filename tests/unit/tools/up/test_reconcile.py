@@ -86,6 +86,14 @@ def test_a_switch_begins_with_the_new_first_stage_and_ends_when_the_frontend_kno
     assert reconcile(wanted, (replace(new, answers=True), PAIR[1])) == [Switch("decode-0", "prefill_first")]
 
 
+def test_no_step_counts_on_a_first_stage_that_has_a_command_in_progress() -> None:
+    """On its way to a second stage it describes itself as before, but may have removed its card."""
+    leaving = worker("prefill-0", strategy="prefill_first", is_busy=True)
+    assert reconcile(Wanted("prefill_first", workers=ONE_EACH), (leaving, PAIR[1])) == []
+    flips = Wanted("decode_first", workers={"prefill": 2, "decode": 1}, roles={"decode-0": "prefill"})
+    assert reconcile(flips, (*PAIR, worker("decode-1", is_busy=True))) == []
+
+
 def test_a_new_revision_starts_its_second_stage_first_and_is_adopted_when_it_answers() -> None:
     wanted = Wanted("decode_first", workers=ONE_EACH, following="v2")
     assert reconcile(wanted, PAIR) == [Start("prefill", "v2")]
