@@ -123,7 +123,7 @@ def _logprobs(
 
 
 def _prompt_logprobs(output: CompletionOutput) -> list[dict[str, dict[str, Any]] | None] | None:
-    """The prompt's logprobs as Dynamo's frontend reads them; None if the engine computed none."""
+    """As Dynamo's frontend reads them: entry i is of prompt token i, the first None. The engine's is of token i + 1."""
     if not output.prompt_logprobs:
         return None
     return [
@@ -132,7 +132,7 @@ def _prompt_logprobs(output: CompletionOutput) -> list[dict[str, dict[str, Any]]
             str(token): {"logprob": lp.logprob} | ({} if lp.rank is None else {"rank": lp.rank})
             for token, lp in entry.items()
         }
-        for entry in output.prompt_logprobs
+        for entry in (None, *output.prompt_logprobs[:-1])
     ]
 
 

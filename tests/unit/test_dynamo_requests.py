@@ -92,7 +92,8 @@ def engine_data(chunks: list[TokenChunk]) -> dict[str, Any]:
 
 async def test_logprobs_of_the_prompt_are_in_the_last_chunk() -> None:
     engine, generate = agg()
-    of_prompt = [None, {12: Logprob(-0.5, 1), 7: Logprob(-1.5, 2)}, {13: Logprob(-2.0)}]
+    # The engine's entries are about the next token: the last one is about the answer's first.
+    of_prompt = [{12: Logprob(-0.5, 1), 7: Logprob(-1.5, 2)}, {13: Logprob(-2.0)}, {14: Logprob(-3.0)}]
     engine.llm.scripts.append(Script(prompt_logprobs=of_prompt))
     chunks = await collect(generate, request(output_options={"prompt_logprobs": 1}))
     assert last_call(engine)["sampling_params"].prompt_logprobs == 1
@@ -109,10 +110,10 @@ async def test_logprobs_of_the_prompt_come_from_prefill_and_leave_with_the_last_
     order: str, max_tokens: int
 ) -> None:
     pair = make_pair(order)
-    pair.prefill.scripts.append(Script(prompt_logprobs=[{12: Logprob(-0.5, 1)}]))
+    pair.prefill.scripts.append(Script(prompt_logprobs=[{12: Logprob(-0.5, 1)}, {13: Logprob(-1.0)}]))
     asked = request(output_options={"prompt_logprobs": 0}, stop_conditions={"max_tokens": max_tokens})
     chunks = await collect(pair.generate, asked)
-    assert engine_data(chunks)["prompt_logprobs"] == [{"12": {"logprob": -0.5, "rank": 1}}]
+    assert engine_data(chunks)["prompt_logprobs"] == [None, {"12": {"logprob": -0.5, "rank": 1}}]
     told = [
         [call["sampling_params"].prompt_logprobs for call in llm.calls_of("generate_async")]
         for llm in (pair.prefill, pair.decode)

@@ -173,6 +173,7 @@ def test_the_two_sides_of_a_pair_fit(model: str, stages: tuple[str, str]) -> Non
         runtime = stage.cache_transceiver_config.transceiver_runtime
         expected = {"NIXL": "PYTHON", "UCX": "CPP"}[str(stage.cache_transceiver_config.backend)]
         assert runtime == ("auto" if model in ENGINES else expected), "of TensorRT-LLM's: named"
+        assert (stage.kv_cache_config.use_kv_cache_manager_v2 is False) == (runtime == "CPP")
         assert stage.enable_chunked_prefill
         assert stage.max_seq_len is not None
         buffer = stage.cache_transceiver_config.max_tokens_in_buffer

@@ -98,15 +98,13 @@ def asking(max_tokens: int | None = 3, **keys: Any) -> GenerateRequest:
 
 
 def of_prompt(chunks: list[TokenChunk]) -> dict[str, Any] | None:
-    """Entry i is about the token behind position i, which has the log probability -i."""
+    """The token at position i has the log probability 1 - i, the first one none."""
     return chunks[-1].of_prompt
 
 
 WHOLE = {
-    "prompt_logprobs": [
-        {str(token): {"logprob": -float(position), "rank": 1}}
-        for position, token in enumerate([*PROMPT[1:], expected_tokens(1)[0]])
-    ]
+    "prompt_logprobs": [None]
+    + [{str(token): {"logprob": -float(before), "rank": 1}} for before, token in enumerate(PROMPT[1:])]
 }
 
 

@@ -17,6 +17,7 @@ from trtllm_disagg.engine.trtllm_version import (
     NEWEST_KNOWN,
     OLDEST_SERVED,
     PYTHON_TRANSCEIVER_BY_DEFAULT,
+    PYTHON_UNLESS_GIVEN,
     TRANSFERS_END_BY_DEFAULT,
 )
 from trtllm_disagg.strategies import STRATEGIES
@@ -160,9 +161,7 @@ def _version(pair: Pair) -> Problem | None:
     """older versions number handoffs differently, so every disaggregated request would fail"""
     version = pair.trtllm_version
     if version < OLDEST_SERVED:
-        return _error(
-            f"TensorRT-LLM {OLDEST_SERVED} or newer; {NEWEST_KNOWN} is what ai-dynamo 1.6.1 comes with"
-        )
+        return _error(f"TensorRT-LLM {OLDEST_SERVED} or newer; ai-dynamo 1.6.1 has {NEWEST_KNOWN}")
     if version > NEWEST_KNOWN:
         return _note(f"these rules know TensorRT-LLM up to {NEWEST_KNOWN}")
     return None
@@ -174,9 +173,7 @@ def _transceiver(pair: Pair) -> Problem | None:
     if without := _roles(pair, lambda stage: stage.fingerprint.transceiver is None):
         return _error(f"{without}: cache_transceiver_config: {{backend: NIXL}}")
     if silent := _roles(pair, lambda stage: not stage.gave("cache_transceiver_config", "backend")):
-        return _note(
-            f"{silent}: set backend: this worker uses DEFAULT, dynamo.trtllm would have no transceiver"
-        )
+        return _note(f"{silent}: set backend: without it, DEFAULT here and no transceiver in dynamo.trtllm")
     return None
 
 
@@ -206,11 +203,7 @@ def _backend(pair: Pair) -> Problem | None:
         return problem
     if pair.prefill.fingerprint.transceiver == "MPI":
         return _error("cache_transceiver_config.backend: NIXL or UCX on both workers")
-    given = {
-        stage.args.cache_transceiver_config.backend
-        for stage in pair.stages
-        if stage.args.cache_transceiver_config
-    }
+    given = {_in_transceiver(stage, "backend") for stage in pair.stages} - {None}
     if "DEFAULT" in given and len(given) > 1:
         return _note("DEFAULT depends on each host's TRTLLM_USE_*_KVCACHE; name the backend on both workers")
     return None
@@ -218,16 +211,26 @@ def _backend(pair: Pair) -> Problem | None:
 
 @_rule("transceiver_runtime", lambda stage: stage.fingerprint.transceiver_runtime, of_transceivers=True)
 def _runtime(pair: Pair) -> Problem | None:
-    """the C++ and Python transceivers are incompatible; only PYTHON supports generation first"""
+    """the C++ and Python transceivers are incompatible; only PYTHON supports generation first, and only over NIXL"""
     prefill, decode = (stage.fingerprint.transceiver_runtime for stage in pair.stages)
     if pair.schedule_style == "generation_first" and "CPP" in (prefill, decode):
-        return _error(
-            "cache_transceiver_config.transceiver_runtime: PYTHON on both workers, with backend NIXL"
-        )
+        return _error("transceiver_runtime: PYTHON on both workers, with backend NIXL")
     if problem := _equal("transceiver_runtime", "the same transceiver_runtime on both workers")(pair):
         return problem
     if prefill != decode:
         return _note("each worker resolves auto alone; name the same transceiver_runtime on both workers")
+    silent = _roles(pair, lambda stage: not stage.gave("cache_transceiver_config", "transceiver_runtime"))
+    if silent and pair.prefill.fingerprint.transceiver != "NIXL":
+        say = _error if prefill == "PYTHON" else _note
+        return say(
+            f"{silent}: transceiver_runtime: CPP; PYTHON, the default of 1.4 and some models, needs NIXL"
+        )
+    managers = {stage.args.kv_cache_config.use_kv_cache_manager_v2 for stage in pair.stages}
+    is_deprecated = pair.trtllm_version >= PYTHON_UNLESS_GIVEN
+    if prefill == "CPP" and (True in managers or (is_deprecated and managers != {False})):
+        return _error("both: kv_cache_config.use_kv_cache_manager_v2: false, with which alone CPP works")
+    if prefill == "CPP" and is_deprecated:
+        return _note("backend: NIXL and transceiver_runtime: PYTHON on both workers; 1.4 deprecates CPP")
     return None
 
 
@@ -354,11 +357,7 @@ def _overlap(pair: Pair) -> Problem | None:
     """older TensorRT-LLM refuses context_only requests with the overlap scheduler"""
     if instead := unmet_by_prefill(pair.prefill.described).get("overlap_scheduler"):
         return _error(f"prefill: {instead}")
-    if problem := _note_of_decode(overlap_misfit(pair.decode.settings)):
-        return problem
-    if pair.prefill.args.disable_overlap_scheduler:
-        return None
-    return _note("fine since TensorRT-LLM PR 10755; older versions refuse context_only requests with it")
+    return _note_of_decode(overlap_misfit(pair.decode.settings))
 
 
 def _window_of(stage: Stage) -> str:
@@ -616,6 +615,8 @@ def _guides(pair: Pair) -> Problem | None:
     prefill, decode = (stage.args.guided_decoding_backend for stage in pair.stages)
     if prefill != decode:
         return _error("the same guided_decoding_backend on both workers")
+    if decode and pair.decode.args.scheduler_config.capacity_scheduler_policy == "MAX_UTILIZATION":
+        return _note("decode: capacity_scheduler_policy: GUARANTEED_NO_EVICT, or a paused guide begins again")
     return None if decode else _note("both: guided_decoding_backend: xgrammar, for JSON and forced tools")
 
 
@@ -623,9 +624,8 @@ def _guides(pair: Pair) -> Problem | None:
 def _parsers(pair: Pair) -> Problem | None:
     """without parsers, answers contain the model's markup instead of tool_calls and reasoning_content"""
     lacking = {flag for stage in pair.stages for flag in lacking_parsers(stage.config, stage.model)}
-    return (
-        _note(f"both: {', '.join(sorted(lacking))}, or in worker.env beside the files") if lacking else None
-    )
+    flags = ", ".join(sorted(lacking))
+    return _note(f"both: {flags}, or in worker.env beside the files") if flags else None
 
 
 @_rule("engine-stall-timeout", lambda stage: f"{_stall_of(stage):g} s")

@@ -35,14 +35,17 @@ BACKEND, RUNTIME = f"{TRANSCEIVER}.backend", f"{TRANSCEIVER}.transceiver_runtime
 BUFFER, TIMEOUT = f"{TRANSCEIVER}.max_tokens_in_buffer", f"{TRANSCEIVER}.kv_transfer_timeout_ms"
 REUSE, BLOCK_SIZE = "kv_cache_config.enable_block_reuse", "kv_cache_config.tokens_per_block"
 WINDOW, EVENTS = "kv_cache_config.max_attention_window", "kv_cache_config.kv_events_config"
-HOST = "kv_cache_config.host_cache_size"
+HOST, MANAGER = "kv_cache_config.host_cache_size", "kv_cache_config.use_kv_cache_manager_v2"
 MEMORY, CP = "kv_cache_config.free_gpu_memory_fraction", "context_parallel_size"
-ON_CPP = {RUNTIME: "CPP"}
+ON_CPP, ON_UCX = {RUNTIME: "CPP"}, {RUNTIME: "CPP", BACKEND: "UCX"}
+GENERATION_FIRST = {"schedule_style": "generation_first"}
+GUIDES, CHUNKS = "guided_decoding_backend", "enable_chunked_prefill"
+EVICTS = {"capacity_scheduler_policy": "MAX_UTILIZATION"}
 MTP = {"decoding_type": "MTP", "num_nextn_predict_layers": 1}
 TWO_GPUS = {"gpus": ("0", "1")}
 PIPELINED, BOUNCE = f"{TRANSCEIVER}.enable_pipelined_transfer", f"{TRANSCEIVER}.kv_cache_bounce_size_mb"
 POLICY = "kv_cache_config.block_reuse_config.policy"
-STEPS = {"enable_chunked_prefill": False, "max_num_tokens": 16384}
+STEPS = {CHUNKS: False, "max_num_tokens": 16384}
 #: As in TensorRT-LLM's features/helix.md.
 HELIX: dict[str, Any] = {
     "context_parallel_size": 2,
@@ -110,7 +113,7 @@ def both(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def pipelined(changes: dict[str, Any]) -> dict[str, Any]:
-    return both({PIPELINED: True, **changes}) | {"schedule_style": "generation_first"}
+    return both({PIPELINED: True, **changes}) | GENERATION_FIRST
 
 
 #: Rule, its verdict, what to write instead, and what breaks it.
@@ -123,22 +126,13 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ("TensorRT-LLM", "error", "1.3.0rc22 or newer", {"version": "1.3.0rc21"}),
     ("TensorRT-LLM", "note", "up to 1.3.0rc29", {"version": "1.4.0"}),
     ("transceiver", "error", "decode: cache_transceiver_config", decode({TRANSCEIVER: None})),
-    (
-        "backend",
-        "error",
-        "cache_transceiver_config.backend",
-        prefill({**ON_CPP, BACKEND: "UCX"}) | decode(ON_CPP),
-    ),
+    ("backend", "error", "cache_transceiver_config.backend", prefill(ON_UCX) | decode(ON_CPP)),
     ("backend", "error", "NIXL or UCX on both workers", both({**ON_CPP, BACKEND: "MPI"})),
     ("backend", "note", "name the backend", decode({BACKEND: "DEFAULT"})),
     ("transceiver_runtime", "error", "the same transceiver_runtime", decode(ON_CPP)),
     ("transceiver_runtime", "note", "each worker resolves auto", decode({RUNTIME: GONE})),
-    (
-        "transceiver_runtime",
-        "error",
-        "PYTHON on both workers",
-        both(ON_CPP) | {"schedule_style": "generation_first"},
-    ),
+    ("transceiver_runtime", "error", "PYTHON on both workers", both(ON_CPP) | GENERATION_FIRST),
+    ("transceiver_runtime", "error", "use_kv_cache_manager_v2: false", both({**ON_CPP, MANAGER: True})),
     ("pipelined transfer", "error", "--schedule-style generation_first; or", both({PIPELINED: True})),
     ("pipelined transfer", "error", "prefill: enable_chunked_prefill: true", pipelined(STEPS)),
     ("pipelined transfer", "error", "kv_cache_bounce_size_mb: 0", pipelined({BOUNCE: 64})),
@@ -148,18 +142,12 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ("max_tokens_in_buffer", "error", "a multiple of tokens_per_block", both({**ON_CPP, BUFFER: 16400})),
     ("max_tokens_in_buffer", "error", "max_tokens_in_buffer: 16384", both({**ON_CPP, BUFFER: 0})),
     ("max_tokens_in_buffer", "note", "longer prompts come through", prefill({BUFFER: 4096})),
-    (
-        "max_tokens_in_buffer",
-        "note",
-        "longer prompts come through",
-        both({**ON_CPP, BUFFER: 4096, BACKEND: "UCX"}),
-    ),
+    ("max_tokens_in_buffer", "note", "longer prompts come through", both({**ON_UCX, BUFFER: 4096})),
     ("max_tokens_in_buffer", "note", "at least the longest prompt", decode({BUFFER: GONE})),
     ("kv_transfer_timeout_ms", "error", "kv_transfer_timeout_ms: 60000", both({**ON_CPP, TIMEOUT: None})),
     ("kv_transfer_timeout_ms", "note", "the same kv_transfer_timeout_ms", decode({TIMEOUT: 1000})),
     ("keys", "error", "kv_transfer_timeout_ms: None: expected a finite", decode({TIMEOUT: None})),
     ("keys", "error", "expected CPP or auto with backend UCX", both({BACKEND: "UCX"})),
-    ("overlap scheduler", "note", "PR 10755", prefill({"disable_overlap_scheduler": False})),
     ("overlap scheduler", "note", "decode: in every step", decode({"disable_overlap_scheduler": True})),
     ("KV dtype", "error", "the same kv_cache_config.dtype", decode({"kv_cache_config.dtype": "auto"})),
     ("dtype", "error", "the same dtype", decode({"dtype": "float16"})),
@@ -168,24 +156,14 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ("tokens_per_block", "error", "--kv-block-size 32", {"kv_block_size": 16}),
     ("tokens_per_block", "note", "blocks of 64", both({BLOCK_SIZE: 64})),
     ("KV events", "note", "decode: enable_block_reuse", decode({REUSE: False})),
-    (
-        "KV events",
-        "note",
-        "prefill: enable_block_reuse",
-        prefill({REUSE: False}) | {"strategy": "prefill_first"},
-    ),
+    ("KV events", "note", "prefill: enable", prefill({REUSE: False}) | {"strategy": "prefill_first"}),
     ("KV events", "error", "polls KV events", decode({EVENTS: {"enable_kv_cache_events": True}})),
     ("max_beam_width", "error", "decode: max_beam_width: 1", decode({"max_beam_width": 4})),
     ("speculative decoding", "error", "the same speculative_config", prefill({"speculative_config": MTP})),
     ("host_cache_size", "error", "prefill: enable_block_reuse: true", prefill({HOST: 1 << 34, REUSE: False})),
     ("host_cache_size", "note", "prefill computes the prompts", decode({HOST: 1 << 34})),
-    ("max_num_tokens", "error", "max_num_tokens: 16384", prefill({"enable_chunked_prefill": False})),
-    (
-        "max_num_tokens",
-        "note",
-        "prompts above 15000 tokens are refused",
-        prefill({"enable_chunked_prefill": False, "max_num_tokens": 15000}),
-    ),
+    ("max_num_tokens", "error", "max_num_tokens: 16384", prefill({CHUNKS: False})),
+    ("max_num_tokens", "note", "above 15000 tokens", prefill({CHUNKS: False, "max_num_tokens": 15000})),
     ("max_seq_len", "error", "decode: max_seq_len: 16384", decode({"max_seq_len": 8192})),
     ("switch", "note", "set the same max_seq_len", decode({"max_seq_len": 32768})),
     ("model", "note", "two names", prefill({"model": "org/m-FP4"}) | decode({"model": "org/m-FP8"})),
@@ -205,13 +183,9 @@ BROKEN: list[tuple[str, str, str, dict[str, Any]]] = [
     ("GPUs", "note", "both share GPU 0", both({MEMORY: 0.4}) | {"gpus": ("0", "0")}),
     ("CUDA graphs", "note", "more than 64 requests", decode({"cuda_graph_config": {"max_batch_size": 64}})),
     ("CUDA graphs", "note", "without CUDA graphs", decode({"cuda_graph_config": None})),
-    (
-        "guided decoding",
-        "error",
-        "the same guided_decoding_backend",
-        decode({"guided_decoding_backend": "llguidance"}),
-    ),
-    ("guided decoding", "note", "xgrammar", both({"guided_decoding_backend": GONE})),
+    ("guided decoding", "error", "the same guided_decoding_backend", decode({GUIDES: "llguidance"})),
+    ("guided decoding", "note", "xgrammar", both({GUIDES: GONE})),
+    ("guided decoding", "note", "GUARANTEED_NO_EVICT", decode({"scheduler_config": EVICTS})),
     ("NIXL plugins", "error", "folder does not exist", {"environ": {"NIXL_PLUGIN_DIR": "/no/such/folder"}}),
 ]
 
@@ -243,12 +217,26 @@ def test_pipelined_transfer_that_meets_its_conditions_is_fine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "runtime"), [("1.3.0rc29", "auto"), ("1.4.0rc1", "PYTHON"), ("1.4.0rc2", "PYTHON")]
+    ("version", "backend", "runtime", "verdict"),
+    [
+        ("1.3.0rc29", "NIXL", "auto", "ok"),
+        ("1.3.0rc29", "UCX", "CPP", "note"),
+        ("1.4.0rc1", "NIXL", "PYTHON", "ok"),
+        ("1.4.0rc2", "UCX", "PYTHON", "error"),
+    ],
 )
-def test_a_runtime_that_no_file_names_is_the_default_of_the_version(version: str, runtime: str) -> None:
-    rows = diagnosed({RUNTIME: GONE}, {RUNTIME: GONE}, version=version)
+def test_a_runtime_that_no_file_names_is_the_default_of_the_version(
+    version: str, backend: str, runtime: str, verdict: str
+) -> None:
+    rows = diagnosed(**both({RUNTIME: GONE, BACKEND: backend}), version=version)
     (row,) = (row for row in rows if row.rule == "transceiver_runtime")
-    assert set(row.values.values()) == {runtime}
+    assert (set(row.values.values()), row.verdict) == ({runtime}, verdict)
+
+
+@pytest.mark.parametrize(("manager", "verdict"), [(GONE, "error"), (False, "note")])
+def test_the_cpp_transceiver_of_1_4_needs_the_first_cache_manager(manager: object, verdict: str) -> None:
+    rows = diagnosed(**both({**ON_CPP, MANAGER: manager}), version="1.4.0rc2")
+    assert findings(rows) == {"TensorRT-LLM": "note", "transceiver_runtime": verdict}
 
 
 def test_older_tensorrt_llm_gets_findings_of_its_missing_features() -> None:
@@ -280,7 +268,6 @@ def test_empty_engine_files_give_notes_and_backend_nixl() -> None:
     assert findings(rows) == {
         "transceiver": "note",
         "max_tokens_in_buffer": "note",
-        "overlap scheduler": "note",
         "max_num_tokens": "note",
         "guided decoding": "note",
     }
