@@ -86,7 +86,7 @@ async def test_empty_discovery_is_looked_at_once_more() -> None:
     async def look() -> list[DescribedInstance]:
         return next(looks)
 
-    with pytest.raises(ConfigError, match="by agg 7"):
+    with pytest.raises(ConfigError, match="that agg 7 at"):
         await ModelNameGuard(MINE, 5, {PLACE}, look, poll_seconds=0).require_same()
 
 
