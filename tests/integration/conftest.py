@@ -10,11 +10,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import trtllm_disagg
 from tests.support.stand_ins import STAND_IN, UP, StartUp, Up
 from trtllm_disagg.tools.up.plan import DeploymentConfig
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=60) as client:
+        yield client
 
 
 @pytest.fixture
