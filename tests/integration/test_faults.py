@@ -63,18 +63,13 @@ async def ask_all(
     return list(await asyncio.gather(*(ask(client, deployment, i, max_tokens) for i in range(len(PROMPTS)))))
 
 
-#: A text, and the logprobs of its tokens if it has some.
-Said = tuple[str, list[float] | None]
+#: The text of an answer, and the logprobs of its tokens if it has some.
+Said = dict[str, Any]
 
 
 def texts(answers: list[httpx.Response]) -> list[Said]:
     assert [answer.status_code for answer in answers] == [200] * len(answers), answers[0].text
-    choices = [answer.json()["choices"][0] for answer in answers]
-    return [(text_of(choice), (choice.get("logprobs") or {}).get("token_logprobs")) for choice in choices]
-
-
-def text_of(choice: dict[str, Any]) -> str:
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    return [answer.json()["choices"][0] for answer in answers]
 
 
 def told(answer: httpx.Response) -> dict[str, Any]:

@@ -153,7 +153,8 @@ async def test_streams_continue_when_their_first_stage_is_lost(
         assert three.returncode == 0
 
         # -- and nothing is lost
-        await asyncio.to_thread(hold_nothing, [four, *deployment.of_role(second_of(first))])
+        second: ProcessRole = "decode" if first == "prefill" else "prefill"
+        await asyncio.to_thread(hold_nothing, [four, *deployment.of_role(second)])
 
 
 def with_short_lease(file: Path, changed: Path) -> Path:
@@ -167,10 +168,6 @@ async def ended(*processes: ManagedProcess) -> None:
     async with asyncio.timeout(SECONDS):
         while any(process.returncode is None for process in processes):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-
-
-def second_of(first: ProcessRole) -> ProcessRole:
-    return "decode" if first == "prefill" else "prefill"
 
 
 def hold_nothing(processes: list[ManagedProcess]) -> None:

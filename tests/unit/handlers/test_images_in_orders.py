@@ -14,7 +14,6 @@ from tests.support.handling import (
     raw_request,
     tokens_of,
     until,
-    untraced,
 )
 from tests.support.recording_pair import MAX_SEQ_LEN, Loader, Pair, make_pair, recording_engine, seeing
 from tests.support.stage_client import FakeContext, Raw
@@ -66,24 +65,24 @@ async def test_each_order_answers_as_agg_and_loads_each_image_once(strategy: str
         assert len(decode["inputs"]) == EXPANDED
 
 
-@pytest.mark.parametrize("order", ORDERS)
-async def test_the_worker_alone_loads_the_images_when_the_other_stage_fails(order: str) -> None:
+#: Order, and what happens; `None`: the frontend migrates the answer after 120 tokens.
+LOSSES: list[tuple[str, str | None]] = [
+    *((order, lost) for order in ORDERS for lost in (None, "the other stage")),
+    ("prefill_first", "decode after 120 tokens"),
+]
+
+
+@pytest.mark.parametrize(("order", "lost"), LOSSES)
+async def test_an_answer_goes_on_about_its_images(order: str, lost: str | None) -> None:
+    """Usage is that of one answer."""
     pair, loader = pair_of(order)
-    pair.client.fails_with(PeerUnavailableError("gone"))
-    answer = joined(await collect(pair.generate, about("red", "blue")))
-    assert untraced(answer).token_ids == (await answer_of_agg(about("red", "blue"))).token_ids
-    assert set(loader.loaded) == {"red", "blue"}
-
-
-@pytest.mark.parametrize("order", [*ORDERS, "next attempt"])
-async def test_an_answer_goes_on_about_its_images_when_decode_dies_after_120_tokens(order: str) -> None:
-    """By a migration, or in prefill_first by its next attempt. Usage is that of one answer."""
-    pair, loader = pair_of(order if order in ORDERS else "prefill_first")
     raw = raw_about("red", "blue", max_tokens=150)
-    if order not in ORDERS:
+    if lost == "the other stage":
+        pair.client.fails_with(PeerUnavailableError("gone"))
+    elif lost:
         pair.decode.scripts.append(Script(error=RuntimeError("died"), error_at=120))
     chunks = await collect(pair.generate, decode_request(raw, takes_images=True))
-    if order in ORDERS:
+    if lost is None:
         link = chunks[0].worker_trace_link
         chunks = [TokenChunk(tokens_of(chunks)[:120], worker_trace_link=link)]
         chunks += await collect(pair.generate, migrated(raw, chunks))
@@ -91,7 +90,7 @@ async def test_an_answer_goes_on_about_its_images_when_decode_dies_after_120_tok
     assert (answer.token_ids, answer.finish_reason) == (right.token_ids, right.finish_reason)
     assert (usage := answer.completion_usage) is not None
     assert (usage.prompt_tokens, usage.completion_tokens) == (EXPANDED, 150)
-    assert loader.loaded == ["red", "blue"] * 2
+    assert set(loader.loaded) == {"red", "blue"}
 
 
 #: Tokens, colours -> the reason.
@@ -132,8 +131,7 @@ async def test_each_choice_is_about_the_image(order: str) -> None:
 @pytest.mark.parametrize("order", ORDERS)
 async def test_an_unused_handoff_of_images_is_freed(order: str) -> None:
     pair, _ = pair_of(order)
-    asks = about("red", "blue", max_tokens=50)
-    stream = pair.generate(asks, FakeContext())
+    stream = pair.generate(about("red", "blue", max_tokens=50), FakeContext())
     await anext(stream)
     await stream.aclose()
     await pair.idle()
