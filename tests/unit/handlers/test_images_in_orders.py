@@ -151,7 +151,7 @@ async def test_a_decider_takes_an_unknown_length_as_long_and_either_choice_answe
     strategy: str,
 ) -> None:
     pair, _ = pair_of(strategy, prefill_decider="length", thresholds={"max_local_prefill_length": 100})
-    known = {"mm_routing_info": {"expanded_prompt_len": EXPANDED}}
+    known: dict[str, Any] = {"mm_routing_info": {"expanded_prompt_len": EXPANDED}}
     requests = about("red", "blue"), about("red", "blue", **known)
     right = (await answer_of_agg(about("red", "blue"))).token_ids
     for request in requests:
