@@ -6,15 +6,30 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 import trtllm_disagg
+from tests.support.dynamo_deployment import DynamoDeployment
 from tests.support.stand_ins import STAND_IN, UP, StartUp, Up
 from trtllm_disagg.tools.up.plan import DeploymentConfig
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[DynamoDeployment]:
+    place = DynamoDeployment(tmp_path)
+    yield place
+    place.stop()
 
 
 @pytest.fixture

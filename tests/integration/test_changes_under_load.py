@@ -1,5 +1,5 @@
-"""A deployment changes under steady load: another strategy, another role, more workers, fewer, a dead one. No request
-notices.
+"""A deployment changes under steady load, half of it about images: another strategy, another role, more workers, fewer,
+a dead one. No request notices.
 
 Every answer, greedy or drawn with a seed, is compared with that of the same deployment before anything happened.
 """
@@ -17,7 +17,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.conftest import Checkpoints
 from tests.integration.test_faults import config
 from tests.support.deployments import Worker, wait_until
 from tests.support.load import Body, Load, bodies, first_stage
@@ -33,10 +32,8 @@ from trtllm_disagg.tools.up.plan import ProcessRole
 SECONDS = 60.0
 
 
-async def test_switch_scale_and_thresholds_under_load_fail_no_request(
-    checkpoints: Checkpoints, tmp_path: Path
-) -> None:
-    async with loaded(checkpoints("llama"), tmp_path / "run") as (deployment, load):
+async def test_switch_scale_and_thresholds_under_load_fail_no_request(llava: Path, tmp_path: Path) -> None:
+    async with loaded(llava, tmp_path / "run") as (deployment, load):
         (prefill,), (decode,) = deployment.of_role("prefill"), deployment.of_role("decode")
         held = bodies("tiny", 1)[0] | {"prompt": [*range(40, 140)], "max_tokens": 2}
         await load.ask(held)
@@ -91,10 +88,10 @@ FLIPS: list[tuple[str, ProcessRole, str | None]] = [
 
 @pytest.mark.parametrize(("strategy", "role", "then"), FLIPS)
 async def test_a_worker_that_flips_there_and_back_under_load_fails_no_request_and_keeps_its_cache(
-    checkpoints: Checkpoints, tmp_path: Path, strategy: str, role: ProcessRole, then: str | None
+    llava: Path, tmp_path: Path, strategy: str, role: ProcessRole, then: str | None
 ) -> None:
     other: ProcessRole = "decode" if role == "prefill" else "prefill"
-    starting = deployed(checkpoints("llama"), tmp_path / "run", strategy, role)
+    starting = deployed(llava, tmp_path / "run", strategy, role)
     with httpx.Client(timeout=SECONDS) as http:
         async with starting as (deployment, load):
             (stays,), (_, flips) = deployment.of_role(other), deployment.of_role(role)
@@ -108,6 +105,9 @@ async def test_a_worker_that_flips_there_and_back_under_load_fails_no_request_an
                     # Cached in the role before, and yet known to the frontend's router.
                     now = await load.ask(pinned(held, instance_of(flips, http)))
                     assert now["timing"]["kv_hit_rate"] > 0.8
+                    about_image = await load.ask(pinned(load.bodies[2], instance_of(flips, http)))
+                    assert about_image["completion_token_ids"] == load.expected[2]
+                    assert first_stage(about_image) == instance_of(flips, http)
                 await flips_to(role, flips, deployment, load, http)
                 code, said = await flip(deployment, instance_of(stays, http), role)
                 assert (code, f"it is the last {other} worker" in said) == (1, True)
@@ -164,7 +164,7 @@ async def deployed(
 ) -> AsyncIterator[tuple[Deployment, Load]]:
     setting = replace(config(strategy, model, run_dir, twice), frontend_args=("--migration-limit", "3"))
     async with running_deployment(setting) as deployment, httpx.AsyncClient(timeout=SECONDS) as client:
-        load = Load(client, deployment.base_url, bodies("tiny", 8))
+        load = Load(client, deployment.base_url, bodies("tiny", 8, images=True))
         await load.learn()
         yield deployment, load
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,11 @@ import httpx
 import psutil
 import pytest
 
-from tests.conftest import Checkpoints
+from tests.support.load import path_of, prompt_of
 from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
 from trtllm_disagg.tools.up.plan import DeploymentConfig, ProcessRole
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(timeout=60) as client:
-        yield client
 
 
 def config(strategy: str, model: Path, run_dir: Path, twice: ProcessRole | None = None) -> DeploymentConfig:
@@ -34,6 +27,7 @@ def config(strategy: str, model: Path, run_dir: Path, twice: ProcessRole | None 
         run_dir=run_dir,
         http_port=0,
         engine_configs={role: ROOT / "engine_configs" / "demo" / f"{role}.yaml" for role in roles},
+        images=(model / "preprocessor_config.json").exists(),
         prefill_workers=1 + (twice == "prefill"),
         decode_workers=1 + (twice == "decode"),
     )
@@ -46,7 +40,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.9, "seed": 6, "presence_penalty": 0.7},
     {"temperature": 0, "logprobs": 1},
 )
-PROMPTS = [f"request number {i} of several" for i in range(8)]
+PROMPTS = [prompt_of(i, has_image=i in (4, 5, 6)) for i in range(8)]
 
 
 async def ask(
@@ -54,13 +48,13 @@ async def ask(
 ) -> httpx.Response:
     body = {
         "model": "tiny",
-        "prompt": PROMPTS[number],
+        **PROMPTS[number],
         "max_tokens": max_tokens,
         "ignore_eos": True,
         "nvext": {"extra_fields": ["engine_data"]},
     }
     sampling = SAMPLINGS[number % len(SAMPLINGS)]
-    return await client.post(f"{deployment.base_url}/v1/completions", json=body | sampling)
+    return await client.post(deployment.base_url + path_of(body), json=body | sampling)
 
 
 async def ask_all(
@@ -69,14 +63,13 @@ async def ask_all(
     return list(await asyncio.gather(*(ask(client, deployment, i, max_tokens) for i in range(len(PROMPTS)))))
 
 
-#: A text, and the logprobs of its tokens if it has some.
-Said = tuple[str, list[float] | None]
+#: The text of an answer, and the logprobs of its tokens if it has some.
+Said = dict[str, Any]
 
 
 def texts(answers: list[httpx.Response]) -> list[Said]:
     assert [answer.status_code for answer in answers] == [200] * len(answers), answers[0].text
-    choices = [answer.json()["choices"][0] for answer in answers]
-    return [(choice["text"], (choice.get("logprobs") or {}).get("token_logprobs")) for choice in choices]
+    return [answer.json()["choices"][0] for answer in answers]
 
 
 def told(answer: httpx.Response) -> dict[str, Any]:
@@ -87,10 +80,10 @@ def told(answer: httpx.Response) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("strategy", "second"), [("decode_first", "prefill"), ("prefill_first", "decode")])
 async def test_killing_the_second_stage_costs_no_request(
-    strategy: str, second: ProcessRole, checkpoints: Checkpoints, tmp_path: Path, client: httpx.AsyncClient
+    strategy: str, second: ProcessRole, llava: Path, tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     """One of two, then the other one too: others go on with what had begun, token by token the same."""
-    setting = config(strategy, checkpoints("llama"), tmp_path / "run", twice=second)
+    setting = config(strategy, llava, tmp_path / "run", twice=second)
     async with running_deployment(setting) as deployment:
         undisturbed = texts(await ask_all(client, deployment, 200))
         for process in deployment.of_role(second):

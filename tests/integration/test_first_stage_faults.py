@@ -14,9 +14,9 @@ import psutil
 import pytest
 import yaml
 
-from tests.conftest import Checkpoints
-from tests.integration.test_faults import config
+from tests.integration.test_faults import SAMPLINGS, config
 from tests.support.deployments import SETTLE_SECONDS, Worker, wait_until
+from tests.support.load import path_of, prompt_of
 from trtllm_disagg.tools.up.command_socket import send_to_up
 from trtllm_disagg.tools.up.commands import Scale
 from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
@@ -29,13 +29,6 @@ NUM_TOKENS = 300
 SECONDS = 90.0
 #: A decode worker that dies between the first token and the read of its KV leaves that KV to the end of its lease.
 LEASE_SECONDS = 8.0
-
-#: Each answer depends on more than its text: on what was generated, or on a seed that it was given.
-SAMPLINGS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0},
-    {"temperature": 0.9, "seed": 5},
-    {"temperature": 0.9, "seed": 6, "presence_penalty": 0.7},
-)
 
 
 @dataclass(slots=True)
@@ -52,14 +45,14 @@ class Stream:
     async def read(self, client: httpx.AsyncClient, url: str) -> Stream:
         body = {
             "model": "tiny",
-            "prompt": f"request number {self.number} of several",
+            **prompt_of(self.number, has_image=self.number % 2 == 1),
             "max_tokens": NUM_TOKENS,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
-        } | SAMPLINGS[self.number % len(SAMPLINGS)]
+        } | SAMPLINGS[self.number % 3]
         try:
-            async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+            async with client.stream("POST", url + path_of(body), json=body) as response:
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
                         self._hear(json.loads(line.removeprefix("data: ")))
@@ -74,7 +67,7 @@ class Stream:
             self.errors.append(said)
             return
         for choice in said["choices"]:
-            self.text += choice["text"]
+            self.text += choice["text"] if "text" in choice else choice["delta"]["content"] or ""
             if self.text:
                 self.began.set()
             if choice.get("finish_reason"):
@@ -119,9 +112,9 @@ def engine_of(process: ManagedProcess) -> psutil.Process:
     [("prefill_first", "prefill", None), ("decode_first", "decode", 0.1)],
 )
 async def test_streams_continue_when_their_first_stage_is_lost(
-    strategy: str, first: ProcessRole, drain_seconds: float | None, checkpoints: Checkpoints, tmp_path: Path
+    strategy: str, first: ProcessRole, drain_seconds: float | None, llava: Path, tmp_path: Path
 ) -> None:
-    configured = config(strategy, checkpoints("llama"), tmp_path / "run")
+    configured = config(strategy, llava, tmp_path / "run")
     setting = replace(
         configured,
         engine_configs={
@@ -160,7 +153,8 @@ async def test_streams_continue_when_their_first_stage_is_lost(
         assert three.returncode == 0
 
         # -- and nothing is lost
-        await asyncio.to_thread(hold_nothing, [four, *deployment.of_role(second_of(first))])
+        second: ProcessRole = "decode" if first == "prefill" else "prefill"
+        await asyncio.to_thread(hold_nothing, [four, *deployment.of_role(second)])
 
 
 def with_short_lease(file: Path, changed: Path) -> Path:
@@ -174,10 +168,6 @@ async def ended(*processes: ManagedProcess) -> None:
     async with asyncio.timeout(SECONDS):
         while any(process.returncode is None for process in processes):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-
-
-def second_of(first: ProcessRole) -> ProcessRole:
-    return "decode" if first == "prefill" else "prefill"
 
 
 def hold_nothing(processes: list[ManagedProcess]) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.conftest import Checkpoints
 from tests.support.dynamo_deployment import COMPLETIONS, START_TIMEOUT, DynamoDeployment
@@ -18,13 +15,6 @@ from trtllm_disagg.common.model_directory import fingerprint
 #: No model is loaded: what is refused is refused before that.
 WORKER = ["trtllm_disagg", "worker", "--engine", "recording"]
 SECOND_STAGE = ["--disaggregation-mode", "decode", "--disaggregation-strategy", "prefill_first"]
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[DynamoDeployment]:
-    place = DynamoDeployment(tmp_path)
-    yield place
-    place.stop()
 
 
 def worker(model: Path, *more: str, name: str = "tiny") -> list[str]:

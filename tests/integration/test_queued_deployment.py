@@ -5,25 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import psutil
-import pytest
 
-from tests.conftest import Checkpoints
 from tests.integration.test_faults import PROMPTS, Said, ask, ask_all, config, texts, told
 from trtllm_disagg.tools.up.lifecycle import Deployment, running_deployment
 from trtllm_disagg.tools.up.managed_process import ManagedProcess
 from trtllm_disagg.tools.up.plan import LOOPBACK
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(timeout=60) as client:
-        yield client
 
 
 async def metric(client: httpx.AsyncClient, process: ManagedProcess, name: str) -> float | None:
@@ -39,10 +30,10 @@ async def prefills(client: httpx.AsyncClient, deployment: Deployment) -> list[fl
 
 
 async def test_prefill_queue_survives_the_loss_of_a_worker_and_of_nats(
-    checkpoints: Checkpoints, tmp_path: Path, client: httpx.AsyncClient
+    llava: Path, tmp_path: Path, client: httpx.AsyncClient
 ) -> None:
     setting = replace(
-        config("decode_first", checkpoints("llama"), tmp_path / "run", twice="prefill"),
+        config("decode_first", llava, tmp_path / "run", twice="prefill"),
         prefill_dispatch="queue",
     )
     async with running_deployment(setting) as deployment:

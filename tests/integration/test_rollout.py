@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,13 +75,6 @@ async def command(*words: str) -> str:
         out, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
     return out.decode()
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[DynamoDeployment]:
-    place = DynamoDeployment(tmp_path)
-    yield place
-    place.stop()
 
 
 async def test_workers_that_were_started_by_hand_are_replaced_under_load_without_a_wrong_answer(

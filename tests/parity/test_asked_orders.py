@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.parity.answers import Answer, Api, Question, Refusal, ask
-from tests.parity.cases import CASES, say
+from tests.parity.cases import CASES, WHAT, seen
 from tests.parity.choices import Beside, check_choices
 from tests.parity.oracle import Oracle
 from tests.support.deployments import RUN_BY_WORKERS, Served
@@ -22,6 +22,7 @@ CHOSEN: tuple[tuple[str, Api, bool], ...] = (
     ("max_tokens_1", "completions", True),
     ("first_token_stops", "completions", False),
     ("stop_string", "chat", True),
+    ("image", "chat", True),
 )
 WAYS = (*RUN_BY_WORKERS, "local", "auto")
 
@@ -38,14 +39,21 @@ def asking(question: Question, *annotations: str) -> Question:
 def test_a_request_that_asks_for_an_order_is_answered_as_by_one_engine(
     strategy: str, way: str, name: str, api: Api, stream: bool, deployed: Served, oracle: Oracle
 ) -> None:
-    (question,) = CASE[name].questions(oracle, api, stream, f"way-{way}-{strategy}-")
+    (question,), (second,) = (
+        CASE[name].questions(oracle, api, stream, f"way-{way}-{strategy}-"),
+        deployed.second_stage,
+    )
+    pin = f"{second.instance_id:x}"
+    pins = [f"disagg:next={pin}"] if way == strategy else []
 
-    answer = ask(deployed.openai, asking(question, f"disagg:{way}"))
+    answer = ask(deployed.openai, asking(question, f"disagg:{way}", *pins))
 
     assert answer == oracle.answer(question)
     assert isinstance(answer, Answer)
-    expected = ("local", "auto_short") if way == "auto" else (way, "annotation")
+    chosen = (strategy, "auto_image") if name == "image" else ("local", "auto_short")
+    expected = chosen if way == "auto" else (way, "annotation")
     assert (answer.told["strategy"], answer.told["reason"]) == expected
+    assert not pins or answer.told.get(f"{second.role}_instance", pin) == pin
     relayed = [each.name for each in orders() if each.entry_role != spec_of(strategy).entry_role]
     assert ("first_stage" in answer.told) == (way in relayed)
 
@@ -75,11 +83,13 @@ def test_a_long_request_is_not_kept_by_auto(strategy: str, deployed: Served, ora
 def test_unknown_or_contradicting_annotations_are_refused_with_the_allowed_ones(
     strategy: str, deployed: Served
 ) -> None:
-    question = say("completions", "Hello?")
+    (worker,), question = deployed.first_stage, seen(WHAT, "red circle")
+    before = worker.num_requests()
     refusals = [
         ask(deployed.openai, asking(question, *words))
         for words in (("disagg:sideways",), ("disagg:local", "disagg:auto"), ("disagg:next=5",))
     ]
+    assert worker.num_requests() == before, "nothing was computed"
     assert [refusal.status for refusal in refusals if isinstance(refusal, Refusal)] == [400] * 3
     assert "expected one of disagg:auto, disagg:decode_first, disagg:local" in str(refusals[0])
     assert "contradict each other" in str(refusals[1])
@@ -87,7 +97,7 @@ def test_unknown_or_contradicting_annotations_are_refused_with_the_allowed_ones(
 
 
 @every_order
-def test_each_order_is_counted(strategy: str, deployed: Served) -> None:
+def test_each_order_is_counted_and_nothing_is_held_afterwards(strategy: str, deployed: Served) -> None:
     (worker,) = deployed.first_stage
     assert worker.labels("trtllm_disagg_requests_total", "strategy") >= {
         "local",
@@ -100,8 +110,4 @@ def test_each_order_is_counted(strategy: str, deployed: Served) -> None:
         "auto_long",
     }
     assert worker.labels("trtllm_disagg_requests_total", "fallback") == {"none"}
-
-
-@every_order
-def test_nothing_is_held_afterwards(strategy: str, deployed: Served) -> None:
     deployed.wait_until_idle()

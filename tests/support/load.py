@@ -12,17 +12,32 @@ from typing import Any
 
 import httpx
 
+from tests.support.vision_models import picture
+from trtllm_disagg.engines.demo_model.drawings import data_url
+
 Body = dict[str, Any]
 
 PAUSE_SECONDS = 0.2
 
 
-def bodies(model: str, count: int, max_tokens: int = 24) -> list[Body]:
-    """Different prompts, alternately greedy and with a seed."""
+def prompt_of(number: int, *, has_image: bool) -> Body:
+    """A text, or a chat about an image. The chats have equally many tokens."""
+    if not has_image:
+        return {"prompt": f"request number {number} of several that are sent again and again"}
+    image = {"type": "image_url", "image_url": {"url": data_url(picture(number))}}
+    return {"messages": [{"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]}]}
+
+
+def path_of(body: Body) -> str:
+    return "/v1/chat/completions" if "messages" in body else "/v1/completions"
+
+
+def bodies(model: str, count: int, max_tokens: int = 24, *, images: bool = False) -> list[Body]:
+    """Different prompts, alternately greedy and with a seed. With `images`, half of them are chats about one."""
     return [
         {
             "model": model,
-            "prompt": f"request number {i} of several that are sent again and again",
+            **prompt_of(i, has_image=images and i // 2 % 2 == 1),
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "nvext": {"extra_fields": ["worker_id", "timing", "completion_token_ids"]},
@@ -95,7 +110,7 @@ class Load:
 
     async def ask(self, body: Body) -> dict[str, Any]:
         """The answer's nvext."""
-        answer = await self.client.post(f"{self.url}/v1/completions", json=body)
+        answer = await self.client.post(self.url + path_of(body), json=body)
         if answer.status_code != 200:
             raise RuntimeError(f"{answer.status_code} {answer.text}")
         extra: dict[str, Any] = answer.json()["nvext"]

@@ -170,25 +170,13 @@ class LogitsProcessor(ABC):
     """Clients derive from it at import. Requests with one are refused (request_params.py)."""
 
     @abstractmethod
-    def __call__(
-        self,
-        req_id: int,
-        logits: Any,
-        token_ids: list[list[int]],
-        stream_ptr: int | None,
-        client_id: int | None,
-    ) -> None: ...
+    def __call__(self, req_id: Any, logits: Any, token_ids: Any, stream_ptr: Any, client_id: Any) -> None: ...
 
 
 class BatchedLogitsProcessor(ABC):
     @abstractmethod
     def __call__(
-        self,
-        req_ids: list[int],
-        logits: list[Any],
-        token_ids: list[list[list[int]]],
-        stream_ptr: int,
-        client_ids: list[int | None],
+        self, req_ids: Any, logits: Any, token_ids: Any, stream_ptr: Any, client_ids: Any
     ) -> None: ...
 
 

@@ -40,10 +40,9 @@ def prompt(count: int) -> GenerateRequest:
 def holding(count: int, salt: str | None = None) -> CachedPrefixes:
     """The start of `prompt`."""
     cached = CachedPrefixes(BLOCK)
-    num_blocks = count // BLOCK
-    tokens = list(range(1, num_blocks * BLOCK + 1))
-    hashes = list(range(num_blocks))
-    cached.of_rank(0).publish_stored(tokens, [BLOCK] * num_blocks, hashes, None, cache_salt=salt)
+    hashes = list(range(count // BLOCK))
+    tokens = list(range(1, len(hashes) * BLOCK + 1))
+    cached.of_rank(0).publish_stored(tokens, [BLOCK] * len(hashes), hashes, None, cache_salt=salt)
     return cached
 
 
@@ -92,17 +91,14 @@ def test_isl_bounding_at_the_ratio_goes_remote(percent: int) -> None:
     assert rule(prompt(100)).reason == "low_hit_ratio"
 
 
-@pytest.mark.parametrize(("cached", "both_stages"), [(0, True), (88, True), (92, False), (100, False)])
-def test_cached_tokens_do_not_count(cached: int, both_stages: bool) -> None:
-    rule = decider("length", cached=holding(cached), max_local_prefill_length=10)
-    asked = prompt(100)
-    assert rule(asked).both_stages is both_stages
-    assert asked.trace.facts == {"uncached": max(1, 100 - cached), "queue_depth": 0}
-
-
-def test_blocks_of_another_salt_do_not_count() -> None:
-    rule = decider("length", cached=holding(96, salt="other"), max_local_prefill_length=10)
-    assert rule(prompt(100)).both_stages
+@pytest.mark.parametrize(
+    ("cached", "num_cached"),
+    [*((holding(count), count) for count in (0, 88, 92, 100)), (holding(96, salt="other"), 0)],
+)
+def test_cached_tokens_of_the_same_salt_do_not_count(cached: CachedPrefixes, num_cached: int) -> None:
+    rule, asked = decider("length", cached=cached, max_local_prefill_length=10), prompt(100)
+    assert rule(asked).both_stages is (num_cached < 90)
+    assert asked.trace.facts == {"uncached": max(1, 100 - num_cached), "queue_depth": 0}
 
 
 # -- in a worker

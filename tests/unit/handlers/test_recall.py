@@ -16,7 +16,7 @@ from tests.support.handling import collect, expected_tokens, raw_request, reques
 from tests.support.recording_pair import leftover_tasks
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from tests.support.trying import counts_of, trying
-from tests.unit.handlers.test_images_in_orders import PROMPT, asked
+from tests.unit.handlers.test_images_in_orders import PROMPT, about
 from trtllm_disagg.config.thresholds import Live, Thresholds
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.llm import Script
@@ -108,7 +108,7 @@ class Lossy:
             yield answer
 
 
-@pytest.mark.parametrize("asks", [request(), asked("red", token_ids=PROMPT[:3])], ids=["text", "images"])
+@pytest.mark.parametrize("asks", [request(), about("red", token_ids=PROMPT[:3])], ids=["text", "images"])
 @pytest.mark.parametrize("overtakes", [False, True], ids=["behind the answer", "before the answer"])
 async def test_a_prefill_whose_answer_is_lost_as_the_client_leaves_leaves_no_context(
     overtakes: bool, asks: GenerateRequest

@@ -20,21 +20,25 @@ from tests.support.queueing import Asker, Queueing, begun, queueing
 from tests.support.recording_pair import recording_engine
 from tests.support.stage_client import FakeContext, RecordingStageClient
 from tests.support.tracing import Batches, tracer_into
+from tests.unit.handlers.test_images_in_orders import about, answer_of_agg
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engines.recording.llm import LLM, Script
 from trtllm_disagg.errors import EngineError, NoInstanceError, PeerUnavailableError
 from trtllm_disagg.handlers.selection import NoStage
 from trtllm_disagg.handlers.services import build_generate
 from trtllm_disagg.prefill_queue.broker import Broker, NatsClient, QueueLimits
+from trtllm_disagg.types import GenerateRequest
 
 
-async def test_a_queued_prefill_and_a_local_decode_give_the_whole_answer(queue: Queueing) -> None:
+@pytest.mark.parametrize("asked", [request(6), about("red", "blue")], ids=["text", "images"])
+async def test_a_queued_prefill_and_a_local_decode_give_the_whole_answer(
+    asked: GenerateRequest, queue: Queueing
+) -> None:
     asker, taker = await queue.asker(), await queue.taker(0xBEEF)
-    asked = request(6)
 
     chunks = await collect(asker.generate, asked)
 
-    assert tokens_of(chunks) == expected_tokens(6)
+    assert tokens_of(chunks) == (await answer_of_agg(asked)).token_ids
     assert [result.request_type for result in taker.llm.results] == ["context_only"]
     assert [result.request_type for result in asker.llm.results] == ["generation_only"]
     assert asked.trace.facts["prefill_instance"] == "beef"
