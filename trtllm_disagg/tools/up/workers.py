@@ -39,7 +39,7 @@ from trtllm_disagg.tools.up.plan import (
     worker_spec,
     worker_total,
 )
-from trtllm_disagg.tools.up.ports import free_system_ports
+from trtllm_disagg.tools.up.ports import free_system_ports, give_back
 from trtllm_disagg.tools.up.reconcile import Phase, Seen, Start, Wanted, takes_requests
 from trtllm_disagg.tools.up.run_dir import replace_json, unlist
 from trtllm_disagg.tools.up.supervisor import Supervisor
@@ -220,7 +220,8 @@ class UpKeeper(Keeper):
         self.note(f"{spec.name} starts")
 
     def require_room(self, starts: Iterable[Start]) -> None:
-        self._specs(starts)
+        for spec in self._specs(starts):
+            give_back(spec.ports.values())
 
     def _specs(self, starts: Iterable[Start]) -> list[ProcessSpec]:
         """Specs of more workers, on unused GPUs. Raises ConfigError if there are none."""
@@ -280,9 +281,10 @@ class UpKeeper(Keeper):
             self._say_what_is_missing(counts, say)
             return
         try:
-            self._specs(Start(role, command.revision) for role, count in counts.items() for _ in range(count))
+            self.require_room(starts)
         except ConfigError as error:
             del supervisor.other_configs[command.revision]
+        starts = (Start(role, command.revision) for role, count in counts.items() for _ in range(count))
             raise ConfigError(f"{error}; --in-place replaces one worker at a time, on its own GPUs") from None
 
     def _say_what_is_missing(self, counts: Mapping[str, int], say: Say) -> None:
