@@ -121,7 +121,7 @@ class Keeper:
 
     async def _stop(self, one: Seen, drain_seconds: float | None) -> None:
         self.note(f"{one.name} finishes its requests and leaves")
-        answer = await self._send(one, commands.Leave(drain_seconds or 0.0))
+        answer = await self._send(one, commands.Leave(drain_seconds or 0.0, self.wanted.in_place))
         for change in self._changes:
             change.given_up += int(answer.get("requests_left") or 0)
 
