@@ -22,13 +22,10 @@ async def test_the_demo_shows_both_orders_and_that_they_agree(
     """Started in a directory with modules of other people, of which not one is run."""
     for name in PLANTED:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('{name} ')\n")
-    command = (sys.executable, "-m", "trtllm_disagg", "demo", "--model", str(checkpoints("llama")))
+    command = [sys.executable, "-m", "trtllm_disagg", "demo", "--model", str(checkpoints("llama"))]
+    command += ["--max-tokens", "12", "--engine-configs", str(ROOT / "engine_configs" / "demo")]
     process = await asyncio.create_subprocess_exec(
         *command,
-        "--max-tokens",
-        "12",
-        "--engine-configs",
-        str(ROOT / "engine_configs" / "demo"),
         cwd=tmp_path,
         env=os.environ | {"TMPDIR": str(tmp_path), "COLUMNS": "80"},
         stdout=asyncio.subprocess.PIPE,

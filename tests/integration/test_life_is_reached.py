@@ -124,14 +124,8 @@ class Rig:
         """A decode worker, alone; its end is awaited with the block."""
         parser = argparse.ArgumentParser()
         add_worker_arguments(parser)
-        words = [
-            "--engine",
-            "recording",
-            "--model",
-            str(demo_model()),
-            "--admin-key-file",
-            str(self._key_file),
-        ]
+        words = ["--engine", "recording", "--model", str(demo_model())]
+        words += ["--admin-key-file", str(self._key_file)]
         words += ["--disaggregation-mode", "decode", "--discovery-backend", "file", "--request-plane", "tcp"]
         settings = read_settings(parser.parse_args([*words, "--event-plane", "zmq", *flags]))
         running = asyncio.create_task(run_worker(*settings))

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.conftest import Checkpoints
-from tests.support.deployments import DEMO_CONFIGS, RUN_BY_WORKERS, Served, Worker, served
-from trtllm_disagg.tools.up.plan import DeploymentConfig
-from trtllm_disagg.tools.up.up_command import engine_configs_in
+from tests.integration.test_faults import config
+from tests.support.deployments import RUN_BY_WORKERS, Served, Worker, served
+from trtllm_disagg.tools.up.plan import ProcessRole
 
-MODEL = "tiny"
 BLOCK = 16
 PREFIX = 4 * BLOCK
 FIRST_TOKEN, LAST_TOKEN = 2, 250
@@ -27,18 +27,10 @@ def pair(
 ) -> Iterator[Served]:
     """One worker of the first stage, two of the second one."""
     strategy: str = request.param
-    config = DeploymentConfig(
-        strategy=strategy,
-        model=str(checkpoints("llama")),
-        served_model_name=MODEL,
-        run_dir=tmp_path_factory.mktemp(strategy),
-        http_port=0,
-        engine_configs=engine_configs_in(DEMO_CONFIGS, strategy),
-        prefill_workers=2 if strategy == "decode_first" else 1,
-        decode_workers=2 if strategy == "prefill_first" else 1,
-        next_router="kv",
-    )
-    with served(config) as deployment:
+    twice: dict[str, ProcessRole] = {"decode_first": "prefill", "prefill_first": "decode"}
+    run_dir = tmp_path_factory.mktemp(strategy)
+    setting = config(strategy, checkpoints("llama"), run_dir, twice.get(strategy))
+    with served(replace(setting, next_router="kv")) as deployment:
         yield deployment
 
 
@@ -60,7 +52,7 @@ def post(
     pair: Served, prompt: list[int], headers: dict[str, str] | None = None, **nvext: Any
 ) -> httpx.Response:
     body = {
-        "model": MODEL,
+        "model": "tiny",
         "prompt": prompt,
         "max_tokens": 3,
         "ignore_eos": True,

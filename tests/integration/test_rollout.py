@@ -66,6 +66,19 @@ async def test_under_load_each_request_is_answered_in_full_by_workers_of_one_rev
     assert {process.returncode for process in old} == {0}
 
 
+async def test_in_place_the_other_first_stage_of_a_revision_takes_all_requests(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    setting = config("decode_first", checkpoints("llama"), tmp_path / "run", "decode")
+    setting = replace(setting, engine="recording", engine_configs={})
+    async with running_deployment(setting) as deployment, httpx.AsyncClient(timeout=SECONDS) as client:
+        load = Load(client, deployment.base_url, bodies("tiny", 6))
+        await load.learn()
+        async with load.running(3):
+            await command("rollout", "--run-dir", str(deployment.run_dir), "--to", "v2", "--in-place")
+    assert load.wrong == []
+
+
 async def command(*words: str) -> str:
     """What it prints to stdout."""
     process = await asyncio.create_subprocess_exec(

@@ -54,6 +54,8 @@ class Leave(msgspec.Struct, frozen=True, tag_field="command", tag="leave", forbi
     """Makes a worker leave discovery, finish requests for up to `seconds`, answer, and end."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_SECONDS)]
+    #: Not all workers of its namespace leave, so it stays open.
+    others_stay: bool = False
 
 
 Command = Switch | Set | Flip | Leave
@@ -125,8 +127,9 @@ class Signer:
 
     def request(self, command: Command, instance_id: int) -> dict[str, Any]:
         """The request that carries the command to the worker `instance_id`."""
-        # Fields for `up` only are empty here, and older workers do not know them.
-        plain = {name: value for name, value in msgspec.to_builtins(command).items() if value != ""}
+        # Older workers do not know fields for `up` only, which are empty here, and `others_stay`.
+        sent = msgspec.to_builtins(command).items()
+        plain = {name: value for name, value in sent if value is not False and value != ""}
         payload = SignedPayload(plain, instance_id, self._clock(), secrets.token_hex(16))
         text = msgspec.json.encode(payload).decode()
         signed = SignedCommand(text, self._key.id, self._key.signature(text))

@@ -103,7 +103,7 @@ class Control:
             async with stage.changing:
                 return {"warnings": await self._flip(Role(command.to), force=command.force)}
         if isinstance(command, Leave):
-            return {"requests_left": await leaving.finish(command.seconds)}
+            return {"requests_left": await leaving.finish(command.seconds, others_stay=command.others_stay)}
         await stage.switch(command.to)
         return self.term.describe()
 

@@ -49,15 +49,16 @@ class Leaving:
     queue: WorkerQueue
     drain_seconds: float
     leave_seconds: float = _LEAVE_SECONDS
+    others_stay: bool = False
     #: No request runs, or the drain is over.
     is_drained: asyncio.Event = field(default_factory=asyncio.Event)
     #: Why the last drain failed or exceeded its limit.
     waits_for: str | None = None
 
-    async def finish(self, seconds: float) -> int:
+    async def finish(self, seconds: float, *, others_stay: bool = False) -> int:
         """Leave on a command. Returns the number of requests that still run after `seconds`; 0 as soon as none does."""
         if self.life.command(Event.FINISH) is Action.LEAVE:
-            self.drain_seconds = seconds
+            self.drain_seconds, self.others_stay = seconds, others_stay
         await self.is_drained.wait()
         return self.drain.num_running
 
@@ -75,6 +76,7 @@ class Leaving:
     async def run(self) -> None:
         """From unlisted to over."""
         life, place, reason = self.life, self.place, self.life.reason
+        closes = reason.closes_namespace and not self.others_stay
         grace_seconds = place.grace_seconds if reason.has_grace else 0.0
         log.info("leaving: %s", life.why)
         self.drain.begin(life.why)
@@ -82,8 +84,7 @@ class Leaving:
         is_over = time.monotonic() + grace_seconds
         await self._in_time(self.queue.leave())
         if grace_seconds:
-            knew = await self._in_time(place.stop_frontends(closes_namespace=reason.closes_namespace))
-            if knew is not False:
+            if await self._in_time(place.stop_frontends(closes_namespace=closes)) is not False:
                 await self._until_uncalled(grace_seconds)
             else:
                 # A second stage: callers drop calls that they are sending to an unlisted worker, and a prefill's KV

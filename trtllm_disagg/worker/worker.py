@@ -229,16 +229,9 @@ class RoleTerm:
         stage = self.stage = StageState(config, process.life, live, peers, registration, own["max_seq_len"])
         generate = await self._request_path(engine, peers, live, stage)
         probing = partial(probe, engine)
-        await self.served.answer_with(
-            Handler(
-                generate,
-                self.describe,
-                control.handle,
-                engine.longest_prompt,
-                probing,
-                takes_images=config.images is not None,
-            )
-        )
+        longest, images = engine.longest_prompt, config.images is not None
+        handler = Handler(generate, self.describe, control.handle, longest, probing, takes_images=images)
+        await self.served.answer_with(handler)
         metrics = DynamoMetrics(config, model.num_blocks, model.num_ranks)
         metrics.loaded(process.load_seconds)
         publishing = Publishing(config, runtime, engine, model, live, readers, metrics)

@@ -104,10 +104,12 @@ async def relayed(request: GenerateRequest, context: RequestContext) -> AsyncGen
 
 
 async def test_a_first_stage_leaves_frontends_and_then_discovery() -> None:
-    place, command = Place(is_first=True, grace=0.2), Place(is_first=True, grace=0.2)
+    place, with_all, alone = (Place(is_first=True, grace=0.2) for _ in range(3))
     place.life.happened(Event.STOP)
-    await command.leaving.finish(1.0)
-    for each, stops in ((place, "stop frontends"), (command, "close the namespace")):
+    await with_all.leaving.finish(1.0)
+    await alone.leaving.finish(1.0, others_stay=True)
+    ways = ((place, "stop frontends"), (with_all, "close the namespace"), (alone, "stop frontends"))
+    for each, stops in ways:
         await each.ended.wait()
         assert each.done == ["leave the queue", stops, "unlist", "open", "over"]
 

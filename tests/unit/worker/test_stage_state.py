@@ -107,7 +107,7 @@ class FinishesAtOnce:
     def __init__(self) -> None:
         self.seconds: float | None = None
 
-    async def finish(self, seconds: float) -> int:
+    async def finish(self, seconds: float, *, others_stay: bool = False) -> int:
         self.seconds = seconds
         return 3
 

@@ -87,7 +87,7 @@ class CommandServer:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def reply(kind: str, what: Any) -> None:
-            with suppress(OSError, RuntimeError):
+            if not writer.is_closing():  # asyncio warns of each line to a client that has gone
                 writer.write(json.dumps({kind: what}).encode() + b"\n")
 
         try:
@@ -117,9 +117,8 @@ class CommandServer:
     def _require_admitted(self, writer: asyncio.StreamWriter) -> None:
         uid = peer_process(writer.get_extra_info("socket")).uid
         if uid not in (os.geteuid(), 0):
-            raise ConfigError(
-                f"command: from uid {uid}; expected uid {os.geteuid()}, which started this `up`"
-            )
+            allowed = f"uid {os.geteuid()}, which started this `up`"
+            raise ConfigError(f"command: from uid {uid}; expected {allowed}")
 
     async def _line(self, reader: asyncio.StreamReader) -> bytes:
         try:
@@ -224,13 +223,11 @@ def _answer_of(run_dir: Path, command: UpCommand, lines: Iterator[bytes], say: S
     for line in lines:
         try:
             ((kind, raw),) = msgspec.json.decode(line, type=dict[str, Any]).items()
-            what: Any = msgspec.convert(
-                raw, _ANSWERS.get(type(command), dict[str, Any]) if kind == "done" else str
-            )
+            expected = _ANSWERS.get(type(command), dict[str, Any]) if kind == "done" else str
+            what: Any = msgspec.convert(raw, expected)
         except UNREADABLE as error:
-            raise DisaggError(
-                f"the `up` of {run_dir} does not answer as one of version {__version__}: {error}"
-            ) from None
+            why = f"does not answer as one of version {__version__}: {error}"
+            raise DisaggError(f"the `up` of {run_dir} {why}") from None
         if kind == "done":
             return what
         if kind == "refused":

@@ -56,9 +56,8 @@ def decode_up_command(line: bytes) -> UpCommand:
     try:
         command: UpCommand = msgspec.json.decode(line, type=UpCommand)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(
-            f"command: {error}; expected one of describe, switch, set, flip, scale, rollout"
-        ) from None
+        allowed = "one of describe, switch, set, flip, scale, rollout"
+        raise ConfigError(f"command: {error}; expected {allowed}") from None
     return command
 
 

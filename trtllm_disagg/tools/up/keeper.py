@@ -82,8 +82,8 @@ class Keeper:
         self.seen: tuple[Seen, ...] = ()
         self._has_changed = has_changed
         self._first_stages = first_stages
-        #: Worker -> its instance id when it was sent the flip.
-        self._flipped_from: dict[str, str] = {}
+        #: Worker -> its instance id when it was sent the flip, and the flip.
+        self._flipping: dict[str, tuple[str, Flip]] = {}
         #: Worker -> thresholds to set.
         self._lacks: dict[str, dict[str, Any]] = {}
         self._changes: list[Change] = []
@@ -121,7 +121,7 @@ class Keeper:
 
     async def _stop(self, one: Seen, drain_seconds: float | None) -> None:
         self.note(f"{one.name} finishes its requests and leaves")
-        answer = await self._send(one, commands.Leave(drain_seconds or 0.0))
+        answer = await self._send(one, commands.Leave(drain_seconds or 0.0, self.wanted.in_place))
         for change in self._changes:
             change.given_up += int(answer.get("requests_left") or 0)
 
@@ -190,15 +190,15 @@ class Keeper:
         )
 
     def _notice_flip(self, one: Seen) -> None:
-        was = self._flipped_from.get(one.name)
-        if not was or one.phase is not Phase.SERVING or one.instance in ("", was):
+        was, step = self._flipping.get(one.name, ("", None))
+        if step is None or one.phase is not Phase.SERVING or one.instance in ("", was):
             return
-        del self._flipped_from[one.name]
-        if one.role == (to := self.wanted.roles.get(one.name, one.role)):
+        del self._flipping[one.name]
+        if one.role == step.to:
             self.note(f"{one.name} is now a {one.role} worker")
         else:
-            why = f"{one.name} could not become {to}, and is {one.role} again; see its log"
-            self._refused(Flip(one.name, to), DisaggError(why))
+            why = f"{one.name} could not become {step.to}, and is {one.role} again; see its log"
+            self._refused(step, DisaggError(why))
 
     # -- steps
 
@@ -217,6 +217,8 @@ class Keeper:
                         change.error = DeploymentFailedError(why)
             case Stop(name) | Flip(name) | Switch(name) | Set(name) if name not in self._in_progress:
                 one = next(each for each in self.seen if each.name == name)
+                if isinstance(step, Stop):
+                    self._forget_role(name)
                 task = asyncio.create_task(self._carry_out(step, one), name=f"step for {name}")
                 self._in_progress[name] = task
                 task.add_done_callback(lambda _: self._end(name))
@@ -235,7 +237,7 @@ class Keeper:
                 case Set(name, values):
                     await self._set(one, values)
                 case Flip(name, to, force):
-                    self._flipped_from[name] = one.instance
+                    self._flipping[name] = one.instance, step
                     await self._command(step, one, commands.Flip(cast(Any, to), force))
                 case Switch(_, to):
                     await self._command(step, one, commands.Switch(to))
@@ -270,10 +272,14 @@ class Keeper:
         for change in self._concerned(step):
             self.take_back(change, error)
         if isinstance(step, Flip):
-            self._flipped_from.pop(step.name, None)
-            roles = {name: role for name, role in self.wanted.roles.items() if name != step.name}
-            self._want(replace(self.wanted, roles=roles))
+            self._flipping.pop(step.name, None)
+            self._forget_role(step.name)
         self.note(f"{step.name}: {error}")
+
+    def _forget_role(self, name: str) -> None:
+        """Also ends a command that waits for this worker's flip."""
+        roles = {each: role for each, role in self.wanted.roles.items() if each != name}
+        self._want(replace(self.wanted, roles=roles))
 
     def _concerned(self, step: WorkerStep) -> list[Change]:
         return [each for each in self._changes if each.error is None and each.concerns(step)]

@@ -10,7 +10,7 @@ import os
 import random
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.up.plan import LOOPBACK, PortInUseError
@@ -27,7 +27,8 @@ class OwnPorts:
         # Starts at a random port, so that pickers rarely collide.
         first = random.randrange(len(among))
         self._left = [*among[first:], *among[:first]][::-1]
-        self._held: list[int] = []
+        #: Port -> descriptor.
+        self._held: dict[int, int] = {}
         self._one_at_a_time = threading.Lock()
 
     def take(self, count: int, host: str) -> list[int]:
@@ -42,8 +43,14 @@ class OwnPorts:
         return found
 
     def close(self) -> None:
-        for held in self._held:
-            os.close(held)
+        self.give_back([*self._held])
+
+    def give_back(self, ports: Iterable[int]) -> None:
+        with self._one_at_a_time:
+            for port in ports:
+                if (held := self._held.pop(port, None)) is not None:
+                    os.close(held)
+                    self._left.insert(0, port)
 
     def _hold(self, host: str, port: int) -> bool:
         """Whether this object could bind the port, and no process listens there."""
@@ -54,7 +61,7 @@ class OwnPorts:
             held.close()
             return False
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.append(held.detach())
+        self._held[port] = held.detach()
         return True
 
 
@@ -62,8 +69,13 @@ _OWN_PORTS = OwnPorts()
 
 
 def free_system_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """Distinct ports, for workers' health and metrics, held until this process ends."""
+    """Distinct ports, for workers' health and metrics, held until `give_back` or this process's end."""
     return _OWN_PORTS.take(count, host)
+
+
+def give_back(ports: Iterable[int]) -> None:
+    """Ports of processes that are gone. `up` may start thousands, each with a descriptor for its port."""
+    _OWN_PORTS.give_back(ports)
 
 
 def free_http_port(host: str, port: int) -> int:

@@ -34,7 +34,7 @@ from trtllm_disagg.tools.up.plan import (
     same_again,
     stop_order,
 )
-from trtllm_disagg.tools.up.ports import free_system_ports, is_free
+from trtllm_disagg.tools.up.ports import free_system_ports, give_back, is_free
 from trtllm_disagg.tools.up.run_dir import RunDir
 from trtllm_disagg.tools.up.status import (
     Status,
@@ -314,6 +314,7 @@ class Supervisor:
         if not process.is_running and process in self.processes:  # otherwise it still has its ports and GPUs
             self._lives.pop(process, None)
             self.processes.remove(process)
+            give_back(process.spec.ports.values())
         self._write()
 
     # -- all of them

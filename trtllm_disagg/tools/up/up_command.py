@@ -62,11 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory with agg.yaml, or prefill.yaml and decode.yaml (default: on TensorRT-LLM by the model's name, "
         "else none)",
     )
-    add(
-        "--flex",
-        action="store_true",
-        help="use flex.yaml for both roles, so that workers can flip (default: prefill.yaml and decode.yaml)",
-    )
+    text = "use flex.yaml for both roles, so that workers can flip (default: prefill.yaml and decode.yaml)"
+    add("--flex", action="store_true", help=text)
     add(
         "--enable-multimodal",
         dest="images",
@@ -75,12 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name in _OF_WORKERS:
         add_flag(parser, SETTINGS[name])
-    add(
-        "--startup-timeout",
-        type=float,
-        metavar="SECONDS",
-        help=f"max time of the start (default: {STARTUP_SECONDS:g}; with GPUs {GPU_STARTUP_SECONDS:g})",
-    )
+    text = f"max time of the start (default: {STARTUP_SECONDS:g}; with GPUs {GPU_STARTUP_SECONDS:g})"
+    add("--startup-timeout", type=float, metavar="SECONDS", help=text)
     add("--http-host", default=default.http_host, help="frontend's address (default: %(default)s)")
     add(
         "--http-port",
@@ -104,19 +97,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {', '.join(ROLE_VARIABLES[role] for role in ('prefill', 'decode'))}, or CUDA_VISIBLE_DEVICES, or "
         "all; only --engine tensorrt_llm)",
     )
-    add(
-        "--stop-timeout",
-        type=float,
-        metavar="SECONDS",
-        help=f"time until a stopping process is killed (default: {BEYOND_DRAIN_SECONDS:g} s after its drain, and "
-        f"with GPUs {flag_of('engine_health_shutdown_timeout')} more)",
+    text = (
+        f"time until a stopping process is killed (default: {BEYOND_DRAIN_SECONDS:g} s after its drain, and "
     )
-    add(
-        "--no-restart",
-        dest="restart",
-        action="store_false",
-        help="do not restart dead processes (default: restart them after 1, 2, 4 ... 30 s)",
-    )
+    text += f"with GPUs {flag_of('engine_health_shutdown_timeout')} more)"
+    add("--stop-timeout", type=float, metavar="SECONDS", help=text)
+    text = "do not restart dead processes (default: restart them after 1, 2, 4 ... 30 s)"
+    add("--no-restart", dest="restart", action="store_false", help=text)
     add_worker_args(parser)
     _add_flags_for(parser, "--frontend-args", "dynamo.frontend", _check_frontend)
     _add_flags_for(parser, "--autoscale", "`trtllm-disagg autoscale`, and run it", _check_autoscale)
@@ -150,13 +137,8 @@ def _add_flags_for(
             raise ConfigError(f"{flag}: {error}") from None
         return words
 
-    parser.add_argument(
-        flag,
-        type=read,
-        default=[],
-        metavar="'...'",
-        help=f"arguments for {program} (a single one: {flag}=--flag)",
-    )
+    text = f"arguments for {program} (a single one: {flag}=--flag)"
+    parser.add_argument(flag, type=read, default=[], metavar="'...'", help=text)
 
 
 def run(args: argparse.Namespace) -> ExitCode:

@@ -54,7 +54,10 @@ class Wish:
                 self.keeper.end(self.change)
 
     def _accept(self, after: Wanted, stands: Callable[[Wanted], bool]) -> Change:
-        self.change = Change(self.keeper.wanted, after, self.say, stands)
+        now, seen = self.keeper.wanted, self.keeper.seen
+        # So that a begun flip, taken back, flips back.
+        roles = {each.name: now.role_of(each) for each in seen if each.name in after.roles}
+        self.change = Change(replace(now, roles={**now.roles, **roles}), after, self.say, stands)
         self.keeper.accept(self.change)
         return self.change
 
@@ -206,9 +209,7 @@ class Wish:
             if keeper.wanted.strategy == to and runs_it():
                 return outcome(None)
             change = self._accept(replace(keeper.wanted, strategy=to), lambda now: now.strategy == to)
-        late = (
-            "some workers still have the old order; repeat the command, or give the opposite one to go back"
-        )
+        late = "some workers still have the old order; repeat the command, or switch back"
         await keeper.until(change, runs_it, self.limit, late)
         deadline = time.monotonic() + (_FINISH_SECONDS if self.limit is None else self.limit)
         await keeper.until(change, lambda: not left() or time.monotonic() > deadline)

@@ -39,7 +39,7 @@ from trtllm_disagg.tools.up.plan import (
     worker_spec,
     worker_total,
 )
-from trtllm_disagg.tools.up.ports import free_system_ports
+from trtllm_disagg.tools.up.ports import free_system_ports, give_back
 from trtllm_disagg.tools.up.reconcile import Phase, Seen, Start, Wanted, takes_requests
 from trtllm_disagg.tools.up.run_dir import replace_json, unlist
 from trtllm_disagg.tools.up.supervisor import Supervisor
@@ -153,10 +153,12 @@ class UpKeeper(Keeper):
 
     def _let_go(self, process: ManagedProcess) -> None:
         """Another program stopped it, so one worker fewer is wanted."""
-        role, wanted = process.role, self.wanted
         if process.stop_requested.is_set():
             return
         process.stop_requested.set()
+        role = self.wanted.roles.get(process.name, process.role)  # it may have died amid a flip
+        self._forget_role(process.name)
+        wanted = self.wanted
         if process.spec.revision == wanted.revision and wanted.workers.get(role):
             self._want(replace(wanted, workers={**wanted.workers, role: wanted.workers[role] - 1}))
 
@@ -220,7 +222,8 @@ class UpKeeper(Keeper):
         self.note(f"{spec.name} starts")
 
     def require_room(self, starts: Iterable[Start]) -> None:
-        self._specs(starts)
+        for spec in self._specs(starts):
+            give_back(spec.ports.values())
 
     def _specs(self, starts: Iterable[Start]) -> list[ProcessSpec]:
         """Specs of more workers, on unused GPUs. Raises ConfigError if there are none."""
@@ -250,8 +253,10 @@ class UpKeeper(Keeper):
             process.leaves()
             self._supervisor.changed(process)
             seconds = drain_seconds + max(self._supervisor.config.beyond_drain_seconds, 0.0)
-            with suppress(DisaggError):  # it may end before it answers
+            try:
                 await super()._stop(one, drain_seconds)
+            except DisaggError:  # it ended before it answered, or is between two roles
+                process.terminate()
         else:
             self.note(f"{one.name} finishes its requests and leaves")
         await self._supervisor.remove(process, seconds)
@@ -279,8 +284,9 @@ class UpKeeper(Keeper):
         if command.in_place:
             self._say_what_is_missing(counts, say)
             return
+        starts = (Start(role, command.revision) for role, count in counts.items() for _ in range(count))
         try:
-            self._specs(Start(role, command.revision) for role, count in counts.items() for _ in range(count))
+            self.require_room(starts)
         except ConfigError as error:
             del supervisor.other_configs[command.revision]
             raise ConfigError(f"{error}; --in-place replaces one worker at a time, on its own GPUs") from None

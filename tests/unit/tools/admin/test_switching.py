@@ -40,13 +40,7 @@ class FakeDeployment:
     def __init__(self, strategy: str = "decode_first", lag: int = 3) -> None:
         first = spec_of(strategy).entry_role
         self.said: dict[int, dict[str, Any]] = {
-            i: {
-                "role": role.value,
-                "strategy": strategy,
-                "model": "m",
-                "registered": role.value == first,
-                "client_requests": 0,
-            }
+            i: {"role": role.value, "strategy": strategy, "model": "m", "registered": role.value == first}
             for role, ids in ROLES.items()
             for i in ids
         }
@@ -59,7 +53,7 @@ class FakeDeployment:
 
     async def workers(self) -> list[DescribedInstance]:
         for said in self.said.values():
-            said["client_requests"] = max(0, said["client_requests"] - 1)
+            said["client_requests"] = max(0, said.get("client_requests", 0) - 1)
         return [DescribedInstance("dyn://n.c.e", i, dict(said)) for i, said in self.said.items()]
 
     async def send(self, endpoint_id: str, instance_id: int, command: Command) -> dict[str, Any]:
@@ -152,7 +146,7 @@ async def test_switch_that_failed_midway_serves_and_the_next_one_completes_or_un
 
 async def test_switch_times_out_and_keeps_the_old_first_stage_while_the_frontend_lacks_the_new() -> None:
     fake = FakeDeployment("decode_first", lag=10**9)
-    with pytest.raises(StageTimeoutError, match="repeat the command, or give the opposite"):
+    with pytest.raises(StageTimeoutError, match="repeat the command, or switch back"):
         await run_switch(fake, "prefill_first", timeout=0.2)
     assert all(fake.said[i]["registered"] for i in ROLES[Role.DECODE])
 

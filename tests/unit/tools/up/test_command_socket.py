@@ -168,12 +168,14 @@ def test_a_socket_that_a_dead_process_left_is_refused_and_replaced(tmp_path: Pat
         pass
 
 
-async def test_a_command_is_executed_when_its_client_has_gone(supervisor: Supervisor) -> None:
+async def test_a_command_is_executed_when_its_client_has_gone(
+    supervisor: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
     with connect_to(supervisor.config.run_dir / COMMAND_SOCKET) as connection:
-        connection.sendall(b'{"command": "scale", "workers": {"prefill": 1}}\n')
-    line, _ = await tell(supervisor, Scale({"prefill": 1}))
-    assert line == {"prefill": 1, "decode": 0}
-    assert [each.name for each in supervisor.processes] == ["prefill-0"]
+        connection.sendall(b'{"command": "scale", "workers": {"prefill": 4}}\n')
+    line, _ = await tell(supervisor, Scale({"prefill": 4}))
+    assert line == {"prefill": 4, "decode": 0}
+    assert (len(supervisor.processes), caplog.messages) == (4, [])
 
 
 def test_a_command_for_an_up_that_starts_says_when_to_try_again(tmp_path: Path) -> None:

@@ -7,20 +7,28 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from tests.support.described_workers import Running, running
+from tests.support.described_workers import SECONDS, Running, running
 from trtllm_disagg.admin.commands import Flip, Set, Switch
 from trtllm_disagg.common.interpreter import python
-from trtllm_disagg.errors import ConfigError, DisaggError, StageTimeoutError
-from trtllm_disagg.tools.up import look
+from trtllm_disagg.errors import ConfigError, DisaggError, PeerUnavailableError, StageTimeoutError
+from trtllm_disagg.tools.up import look, workers
 from trtllm_disagg.tools.up.commands import Describe, Rollout, Scale
 from trtllm_disagg.tools.up.reconcile import Phase
 
 
 def kill(up: Running, name: str) -> None:
     os.kill(up.pid(name), signal.SIGKILL)
+
+
+async def flip_for_long(up: Running, name: str, to: str, **options: bool) -> None:
+    """Until `slow` is removed. Its command ends first."""
+    (up.faults / "slow").touch()
+    with pytest.raises(StageTimeoutError, match=r"not finished after 0\.3 s"):
+        await up.tell(Flip(cast(Any, to), process=name), deadline=0.3, **options)
 
 
 def as_wanted(up: Running) -> bool:
@@ -46,9 +54,7 @@ async def test_a_scale_beside_a_flip_counts_the_worker_in_its_new_role(tmp_path:
 
 async def test_a_flip_whose_command_ended_first_is_known_and_a_restart_keeps_the_role(tmp_path: Path) -> None:
     async with running(tmp_path, decode_workers=2) as up:
-        (up.faults / "slow").touch()
-        with pytest.raises(StageTimeoutError, match=r"not finished after 0\.3 s"):
-            await up.tell(Flip("prefill", process="decode-0"), deadline=0.3)
+        await flip_for_long(up, "decode-0", "prefill")
         (up.faults / "slow").unlink()
         await up.until(lambda: up.roles()["decode-0"] == "prefill" and as_wanted(up))
         kill(up, "decode-0")
@@ -121,9 +127,7 @@ async def test_a_rollout_replaces_an_old_worker_that_dies_meanwhile_and_has_as_m
 
 async def test_an_old_worker_that_flips_during_a_rollout_leaves_with_its_revision(tmp_path: Path) -> None:
     async with running(tmp_path, decode_workers=2) as up:
-        (up.faults / "slow").touch()
-        with pytest.raises(StageTimeoutError):
-            await up.tell(Flip("prefill", process="decode-1"), deadline=0.3)
+        await flip_for_long(up, "decode-1", "prefill")
         rolling = asyncio.create_task(up.tell(Rollout("v2", drain_seconds=5.0)))
         await up.until(lambda: up.keeper.wanted.revision == "v2")
         (up.faults / "slow").unlink()
@@ -203,6 +207,45 @@ async def test_a_worker_that_was_told_to_stop_by_something_else_is_missed_by_no_
         await up.until(lambda: as_wanted(up))
         assert await up.tell(Scale({"decode": 2})) == {"prefill": 1, "decode": 2}
         assert sorted(up.roles()) == ["decode-0", "decode-2", "prefill-0"]
+
+
+async def test_a_flipping_worker_that_something_else_stops_is_missed_in_its_new_role(tmp_path: Path) -> None:
+    async with running(tmp_path, prefill_workers=2) as up:
+        await flip_for_long(up, "prefill-1", "decode")
+        os.kill(up.pid("prefill-1"), signal.SIGTERM)
+        await up.until(lambda: up.keeper.wanted.workers == {"prefill": 1, "decode": 1} and as_wanted(up))
+
+
+async def test_a_begun_flip_that_is_taken_back_flips_back_and_no_other_worker_starts(tmp_path: Path) -> None:
+    async with running(tmp_path, prefill_workers=2) as up:
+        before = up.roles()
+        await flip_for_long(up, "prefill-1", "decode", undo=True)
+        (up.faults / "slow").unlink()
+        await up.until(lambda: not any(each.becomes for each in up.keeper.seen) and as_wanted(up))
+        assert up.roles() == before
+
+
+async def test_a_flip_of_a_worker_that_is_scaled_away_fails_at_once(tmp_path: Path) -> None:
+    async with running(tmp_path, prefill_workers=3) as up:
+        (up.faults / "slow").touch()
+        flip = asyncio.create_task(up.tell(Flip("decode", process="prefill-2")))
+        await up.until(lambda: any(each.becomes for each in up.keeper.seen))
+        assert await up.tell(Scale({"decode": 1})) == {"prefill": 2, "decode": 1}
+        with pytest.raises(DisaggError, match="another command has changed the same"):
+            await asyncio.wait_for(flip, SECONDS)
+
+
+async def test_an_old_worker_that_takes_no_command_stops_by_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that loads into its next role term."""
+
+    async def refuse(*_: object) -> None:
+        raise PeerUnavailableError("this worker is loading; it takes commands later")
+
+    async with running(tmp_path) as up:
+        monkeypatch.setattr(workers, "command_worker", refuse)
+        assert len((await asyncio.wait_for(up.tell(Rollout("v2")), SECONDS))["left"]) == 2
 
 
 async def test_numbers_by_flips_move_workers_and_start_only_what_is_missing(tmp_path: Path) -> None:

@@ -211,13 +211,8 @@ class World:
                 self.change(name, phase=Phase.WAITING, fault="no such model")
             case Phase.STARTING:
                 role = self.wanted.roles.get(name, each.role)
-                self.change(
-                    name,
-                    phase=Phase.SERVING,
-                    role=role,
-                    is_registered=takes_requests(role, each.strategy),
-                    answers=False,
-                )
+                first = takes_requests(role, each.strategy)
+                self.change(name, phase=Phase.SERVING, role=role, is_registered=first, answers=False)
             case Phase.SERVING:
                 self.change(name, answers=each.takes_requests)
             case Phase.LEAVING if each.becomes:
@@ -333,15 +328,9 @@ def test_without_deaths_there_are_never_fewer_first_stages_than_before_or_wanted
 ) -> None:
     before = world.firsts
     new_wish(data.draw, world)
-    least = min(
-        before,
-        sum(
-            count
-            for role, count in world.wanted.workers.items()
-            if takes_requests(role, world.wanted.strategy)
-        ),
-    )
-    is_in_place = world.wanted.in_place
+    wanted = world.wanted
+    firsts = (n for role, n in wanted.workers.items() if takes_requests(role, wanted.strategy))
+    least, is_in_place = min(before, sum(firsts)), wanted.in_place
     for _ in range(300):
         steps = world.step()
         assert world.firsts >= least or is_in_place

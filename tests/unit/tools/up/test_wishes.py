@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from dataclasses import replace
 
@@ -40,12 +41,9 @@ def alive(supervisor: Supervisor) -> list[str]:
 async def test_scale_changes_workers_and_processes_json(supervisor: Supervisor) -> None:
     line, said = await tell(supervisor, Scale({"prefill": 2, "decode": 1}))
     assert line == {"prefill": 2, "decode": 1}
-    assert [text.split()[0] for text in said if text.endswith("starts")] == [
-        "prefill-0",
-        "prefill-1",
-        "decode-0",
-    ]
-    assert alive(supervisor) == ["prefill-0", "prefill-1", "decode-0"]
+    started = [text.split()[0] for text in said if text.endswith("starts")]
+    assert started == alive(supervisor) == ["prefill-0", "prefill-1", "decode-0"]
+    descriptors = len(os.listdir("/proc/self/fd"))
 
     line, said = await tell(supervisor, Scale({"prefill": 1}))
     assert line == {"prefill": 1, "decode": 1}
@@ -55,6 +53,7 @@ async def test_scale_changes_workers_and_processes_json(supervisor: Supervisor) 
     # A name is used once: the log of the one before stays.
     await tell(supervisor, Scale({"prefill": 2}))
     assert alive(supervisor) == ["prefill-0", "decode-0", "prefill-2"]
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "ports are given back"
 
 
 async def test_a_new_worker_gets_no_gpu_of_one_that_still_drains(supervisor: Supervisor) -> None:
