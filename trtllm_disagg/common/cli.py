@@ -125,13 +125,16 @@ COMMANDS = {
 
 #: The variable for every command's log level on stderr.
 _LOG_LEVEL = "TRTLLM_DISAGG_LOG"
-#: argparse's error for a bad number.
-_NOT_A_NUMBER = re.compile(r"invalid (int|float) value: (.*)")
+#: argparse's errors -> this command's.
+_REWORDED = {
+    "invalid int value: (.*)": r"\1 is not allowed; expected an integer",
+    "invalid float value: (.*)": r"\1 is not allowed; expected a number",
+    "ignored explicit argument (.*)": r"\1 is not allowed; expected no value",
+}
 #: argparse's error for a bad choice.
-_NOT_A_CHOICE = re.compile(r"argument (--\S+): invalid choice: '(.*)' \(choose from (.*)\)")
+_NOT_A_CHOICE = re.compile(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)")
 #: argparse's error for missing flags.
 _MISSING_FLAGS = re.compile("the following arguments are required: .*--")
-_NUMBERS = {"int": "an integer", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -153,10 +156,9 @@ class Parser(argparse.ArgumentParser):
         if no := _NOT_A_CHOICE.fullmatch(message):
             choices = no[3].replace("'", "").split(", ")
             raise ConfigError.bad_value(no[1], no[2], f"one of {', '.join(choices)}{_hint(no[2], choices)}")
-        complaint = _NOT_A_NUMBER.sub(
-            lambda no: f"{no[2]} is not allowed; expected {_NUMBERS[no[1]]}", message
-        )
-        raise ConfigError(f"{complaint} (`{self.prog} --help` lists the flags)")
+        for theirs, ours in _REWORDED.items():
+            message = re.sub(theirs, ours, message)
+        raise ConfigError(f"{message} (`{self.prog} --help` lists the flags)")
 
     def _refuse_misspelt_flag(self) -> None:
         """argparse reports a missing flag first, even if an unknown flag is that one, misspelt."""
@@ -248,10 +250,8 @@ def _main(argv: list[str]) -> NoReturn:
     except ModuleNotFoundError as error:
         if (command := _command_that_installs(error.name, argv[0])) is None:
             raise
-        print(
-            f"{ERROR_PREFIX}{error.name} is not installed in {sys.prefix}; {command} brings it",
-            file=sys.stderr,
-        )
+        missing = f"{error.name} is not installed in {sys.prefix}; {command} brings it"
+        print(f"{ERROR_PREFIX}{missing}", file=sys.stderr)
         sys.exit(ExitCode.WRONG_SETTING)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
@@ -272,7 +272,7 @@ def _streams_without_reader() -> list[int]:
 
 
 #: Needed only by the embedded engine. TensorRT-LLM pins some, so this package does not require them.
-_OF_EMBEDDED = "torch transformers tokenizers safetensors numpy numba llguidance tqdm"
+_OF_EMBEDDED = "torch transformers tokenizers safetensors numpy numba llguidance tqdm PIL"
 
 #: Needed by every command; a Python outside the installation lacks them.
 _OF_ALL = "aiohttp msgspec nats prometheus_client psutil pydantic rich uvloop yaml zmq"

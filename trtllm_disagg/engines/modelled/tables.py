@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from trtllm_disagg.engines.modelled.config import MODELS, ModelledArgs, ModelledConfig
+from trtllm_disagg.engines.modelled.config import MODELS, ModelledArgs
 from trtllm_disagg.engines.modelled.step_times import Chunk, StepParts
 from trtllm_disagg.errors import ConfigError
 
@@ -80,7 +80,7 @@ def open_tables(args: ModelledArgs) -> tuple[Tables, GpuFacts]:
     from aiconfigurator_core.sdk import EngineHandle, estimate_kv_cache
 
     own = args.modelled
-    _require_system(own)
+    require_system(own.system)
     _require_measured(args)
     model = model_of(args)
     division = _division(args)
@@ -188,9 +188,9 @@ def _division(args: ModelledArgs) -> dict[str, Any]:
     }
 
 
-def _require_system(own: ModelledConfig) -> None:
-    if own.system not in (known := systems()):
-        raise ConfigError.bad_value("modelled.system", own.system, f"one of {', '.join(known)}")
+def require_system(system: str, key: str = "modelled.system") -> None:
+    if system not in (known := systems()):
+        raise ConfigError.bad_value(key, system, f"one of {', '.join(known)}")
 
 
 def _require_measured(args: ModelledArgs) -> None:

@@ -70,11 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time between readings (default: %(default)g)",
     )
-    add(
-        "--planner",
-        action="store_true",
-        help="follow Dynamo's Planner, by etcd, instead of --slo [ETCD_ENDPOINTS]",
-    )
+    text = "follow Dynamo's Planner, by etcd, instead of --slo [ETCD_ENDPOINTS]"
+    add("--planner", action="store_true", help=text)
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -99,10 +96,13 @@ async def _of_up(args: argparse.Namespace, ratio: Ratio) -> None:
     from trtllm_disagg.tools.top.observers import observer_of
 
     description, up = await _describe(args.run_dir), _OfUp(args.run_dir, observer_of(args.run_dir, None))
+    ratio.roles = spec_of(description["strategy"]).roles
+    if (args.max_workers or math.inf) < (least := args.min_workers * len(ratio.roles)):
+        allowed = f"at least {least}, --min-workers {args.min_workers} of each role"
+        raise ConfigError.bad_value("--max-workers", args.max_workers, allowed)
     if args.planner:
         with fleet.quiet_runtime(os.environ):
             await _follow_planner(description["namespace"], up.reach, ratio.goal)
-    ratio.roles = spec_of(description["strategy"]).roles
     await _keep(up, ratio, args.interval)
 
 

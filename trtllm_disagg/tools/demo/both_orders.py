@@ -200,7 +200,7 @@ def _shown_image(file: Path) -> Image:
     try:
         image = draw("red", "circle", random.Random(1)) if file == Path() else open_image(file).convert("RGB")
     except (OSError, ValueError) as error:
-        raise ConfigError.bad_value("--image", file, f"a PNG, JPEG or WEBP file ({error})") from None
+        raise ConfigError.bad_value("--image", str(file), f"a PNG, JPEG or WEBP file ({error})") from None
     console = Console(soft_wrap=True)
     if not console.is_terminal:
         print(f"{_INDENT}the image: {'a drawing of a red circle' if file == Path() else file}")

@@ -103,10 +103,8 @@ def _at_rates(compared: LayoutComparison) -> Table:
     from rich.table import Column, Table
 
     table = Table(Column("requests/s", no_wrap=True), box=None, pad_edge=False)
-    rates = [each.rate for each in compared.layouts[compared.best].at]
-    for rate in rates:
-        table.add_column(f"{rate:.3g}", justify="right")
-    for header in ("up to", "tok/s/GPU"):
+    rates = [f"{each.rate:.3g}" for each in compared.layouts[compared.best].at]
+    for header in (*rates, "up to", "tok/s/GPU"):
         table.add_column(header, justify="right")
     for name, result in compared.layouts.items():
         shown = [f"{each.times}{' ' if each.keeps_limits else '*'}" for each in result.at]

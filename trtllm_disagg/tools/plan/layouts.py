@@ -74,10 +74,8 @@ def planned_layouts(workers: int, gpus_per_worker: int = 1) -> tuple[Layout, ...
 
 def worker_counts(text: str, flag: str = "--workers", least: int = 2) -> list[int]:
     """Parses a flag such as "2,4". Raises ConfigError."""
-    counts = []
-    for number in text.split(","):
+    numbers = text.split(",")
+    for number in numbers:
         if not number.isdecimal() or not least <= int(number) <= 1000:
-            allowed = f"numbers from {least} to 1000 with commas between them"
-            raise ConfigError.bad_value(flag, number, allowed)
-        counts.append(int(number))
-    return list(dict.fromkeys(counts))
+            raise ConfigError.bad_value(flag, number, f"numbers from {least} to 1000, with commas")
+    return list(dict.fromkeys(map(int, numbers)))

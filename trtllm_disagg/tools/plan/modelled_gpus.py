@@ -12,9 +12,9 @@ from typing import Any
 from trtllm_disagg.config.engine_args import merged_args, override_of
 from trtllm_disagg.config.yaml_file import read_mapping, shipped
 from trtllm_disagg.engine.table import ENGINES
+from trtllm_disagg.engines.modelled import tables
 from trtllm_disagg.engines.modelled.build import require_tables
 from trtllm_disagg.engines.modelled.config import ModelledArgs, checked
-from trtllm_disagg.engines.modelled.tables import MAX_CONTEXT, known_model, known_models, read_model_config
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.strategies import WorkerRole, spec_of
 from trtllm_disagg.tools.plan.layouts import Layout, layouts_of, worker_counts
@@ -45,8 +45,7 @@ class Engines:
         be a name. Raises ConfigError.
         """
         if base is None and not (model / "config.json").is_file():
-            allowed = "a directory with a tokenizer and a config.json"
-            raise ConfigError.bad_value("--model", str(model), allowed)
+            raise ConfigError.bad_value("--model", str(model), "a directory with tokenizer and config.json")
         directory = shipped(directory or ENGINE_CONFIGS)
         roles = dict.fromkeys(role for layout in layouts for role in spec_of(layout.strategy).roles)
         missing = [f"{role}.yaml" for role in roles if not (directory / f"{role}.yaml").is_file()]
@@ -64,10 +63,13 @@ class Engines:
     def planned(cls, args: argparse.Namespace) -> Engines:
         """The engines for `plan`; the model can be a name. Raises ConfigError."""
         own: dict[str, Any] = {"system": args.gpu} if args.gpu else {}
+        if args.gpu:
+            require_tables()
+            tables.require_system(args.gpu, "--gpu")
         if not (args.model / "config.json").is_file():
             require_tables()
-            if known_model(str(args.model)) is None:
-                allowed = f"a directory with a config.json; {known_models()}"
+            if tables.known_model(str(args.model)) is None:
+                allowed = f"a directory with a config.json; {tables.known_models()}"
                 raise ConfigError.bad_value("--model", str(args.model), allowed)
             own["model"] = str(args.model)
         elif args.engine_configs is None:
@@ -92,9 +94,8 @@ class Engines:
             "moe_expert_parallel_size": gpus,
             "moe_tensor_parallel_size": None,
         }
-        return replace(
-            self, arguments={role: merged_args(given, sizes) for role, given in self.arguments.items()}
-        )
+        arguments = {role: merged_args(given, sizes) for role, given in self.arguments.items()}
+        return replace(self, arguments=arguments)
 
     @property
     def longest(self) -> int:
@@ -103,8 +104,8 @@ class Engines:
 
     @cached_property
     def _positions(self) -> int:
-        config = read_model_config(ModelledArgs.model_validate(next(iter(self._all))))
-        return min(int(config.get("max_position_embeddings") or MAX_CONTEXT), MAX_CONTEXT)
+        config = tables.read_model_config(ModelledArgs.model_validate(next(iter(self._all))))
+        return min(int(config.get("max_position_embeddings") or tables.MAX_CONTEXT), tables.MAX_CONTEXT)
 
     @property
     def model_name(self) -> str:
@@ -151,6 +152,8 @@ def divisions(args: argparse.Namespace, engines: Engines) -> tuple[list[Division
     worker sizes with the reason. Raises ConfigError when none is left.
     """
     if args.workers:
+        if args.tp:
+            raise ConfigError.bad_value("--tp", args.tp, "--gpus instead of --workers")
         each, workers = engines.gpus_per_worker, engines.workers()
         return [Division(count * each, engines, workers) for count in worker_counts(args.workers)], {}
     if engines.is_measured:
@@ -159,8 +162,11 @@ def divisions(args: argparse.Namespace, engines: Engines) -> tuple[list[Division
     totals = worker_counts(args.gpus or "8", "--gpus")
     powers = [1 << power for power in range(max(totals).bit_length())]
     tried = worker_counts(args.tp, "--tp", 1) if args.tp else powers
+    sizes = [size for size in tried if any(total % size == 0 for total in totals)]
+    if args.tp and sizes != tried:
+        raise ConfigError.bad_value("--tp", args.tp, f"sizes that divide --gpus {args.gpus or 8}")
     found, refused = list[Division](), dict[int, str]()
-    for size in tried:
+    for size in sizes:
         own = engines.of_size(size)
         try:
             workers = own.workers()

@@ -190,6 +190,12 @@ def test_plan_tries_every_size_of_worker_for_a_model_by_name(capsys: pytest.Capt
     # Two GPUs do not hold the weights; four of them are one worker.
     assert list(compared["layouts"]) == ["1 agg"]
     assert compared["gpu"] == "H100"
+    for wrong, named in (
+        (["--tp", "2,16"], "--tp: '2,16'.*divide --gpus 4"),
+        (["--gpu", "h100"], "--gpu: 'h100'"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{named}"):
+            cli.run(["plan", "--model", "llama-3.1-8b", *flags, *wrong])
 
 
 def test_a_picture_has_a_point_for_each_layout_at_each_rate(flags: list[str], tmp_path: Path) -> None:
@@ -221,6 +227,7 @@ def test_a_script_gets_rates_and_orders_as_json(flags: list[str], capsys: pytest
     [
         (["--workers", "1"], "--workers: '1'"),
         (["--gpus", "4"], "--gpus: '4'.*--workers"),
+        (["--workers", "2", "--tp", "2"], "--tp: '2'.*--gpus instead of --workers"),
         (["--workloads", "chat", "--turns", "4"], "--workloads: 'chat'.*--turns"),
         (["--workloads", "8:8", "--spread", "1"], "--spread: 1"),
         (["--workloads", "news"], "--workloads: 'news'"),
