@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 from dynamo.common.multimodal.routing_utils import pad_value_for_mm_hash
-from dynamo.llm import (
-    KvEventPublisher,
-    ModelInput,
-    ModelRuntimeConfig,
-    ModelType,
-    WorkerType,
-    register_model,
-)
+from dynamo.llm import KvEventPublisher, ModelInput, ModelRuntimeConfig, ModelType, WorkerType, register_model
 from dynamo.runtime import DistributedRuntime
 
 from tests.support.handling import request

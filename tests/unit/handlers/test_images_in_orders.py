@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -20,11 +21,13 @@ from tests.support.handling import (
 )
 from tests.support.recording_pair import MAX_SEQ_LEN, Pair, make_pair, recording_engine
 from tests.support.stage_client import FakeContext
-from trtllm_disagg.engine.image_inputs import ImageInputs
+from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.engine import image_inputs
+from trtllm_disagg.engine.image_inputs import Decode, ImageInputs
 from trtllm_disagg.engines.recording.hard_edges import HardEdges
 from trtllm_disagg.engines.recording.image_prompts import IMAGE_TOKEN
 from trtllm_disagg.engines.recording.llm import LLM
-from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError, RequestCancelledError
 from trtllm_disagg.handlers.delivered import Appended
 from trtllm_disagg.handlers.local import LocalAgg
 from trtllm_disagg.types import GenerateRequest, Images, TokenChunk
@@ -34,17 +37,24 @@ PROMPT = [11, IMAGE_TOKEN, 12, IMAGE_TOKEN, 13]
 
 
 class Loader:
-    """Loads an image of the colour that an address names."""
+    """Loads an image of the colour that an address names; the server of `silent` never answers."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
+        self.waits, self.was_left = asyncio.Event(), asyncio.Event()
 
-    async def __call__(self, images: Images) -> Sequence[Any]:
+    async def __call__(self, images: Images) -> Decode:
         urls = [each["Url"] for each in images.references]
         self.loaded += urls
         if "missing" in urls:
             raise InvalidRequestError("image 1 cannot be loaded: 404")
-        return [Image.new("RGB", (8, 8), url) for url in urls]
+        if "silent" in urls:
+            self.waits.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.was_left.set()
+        return lambda: [Image.new("RGB", (8, 8), url) for url in urls]
 
 
 def asked(*colours: str, max_tokens: int | None = 5, **keys: Any) -> GenerateRequest:
@@ -112,6 +122,26 @@ async def test_an_image_that_cannot_be_loaded_is_the_clients_error_and_the_worke
     assert await collect(pair.generate, asked("red", "blue"))
     await pair.idle()
     assert len(LLM.kv_store) == 0
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "agg"])
+async def test_a_client_that_leaves_while_its_images_load_ends_the_load(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_inputs, "_MAX_FETCHING", 1)
+    pair, loader = pair_of("decode_first" if strategy == "agg" else strategy)
+    generate = LocalAgg(pair.engines[Role.DECODE]) if strategy == "agg" else pair.generate
+    context = FakeContext()
+    answer = asyncio.create_task(collect(generate, asked("silent", "blue"), context))
+    await loader.waits.wait()
+    context.stop()
+    async with asyncio.timeout(10):
+        await loader.was_left.wait()
+        with suppress(RequestCancelledError):
+            assert await answer == []
+        assert await collect(generate, asked("red", "blue"))
+        await pair.idle()
+    await until(lambda: len(LLM.kv_store) == 0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -25,11 +25,7 @@ def write_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "shown"),
-    [
-        ({}, "the command\n"),
-        ({"DYN_LOG": "info"}, "the runtime\nthe command\n"),
-    ],
+    ("environ", "shown"), [({}, "the command\n"), ({"DYN_LOG": "info"}, "the runtime\nthe command\n")]
 )
 def test_the_log_of_the_runtime_is_shown_when_it_was_asked_for(
     capfd: pytest.CaptureFixture[str], environ: dict[str, str], shown: str

@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtllm_disagg.engines.embedded.api import request as checks
-from trtllm_disagg.engines.embedded.api.images import MAX_PIXEL_BYTES, InputProcessor, place_images
+from trtllm_disagg.engines.embedded.api.images import (
+    MAX_PIXEL_BYTES,
+    InputProcessor,
+    place_images,
+    with_pictures,
+)
 from trtllm_disagg.engines.embedded.api.result import Feed, RequestOutput, RunningRequests, decoder
 from trtllm_disagg.engines.embedded.core.core_client import CoreClient
 from trtllm_disagg.engines.embedded.ipc.messages import AbortRequest, AddRequest, StepReport, TokenOutput
@@ -106,6 +111,10 @@ class LLM:
     def max_seq_len(self) -> int:
         """Maximum tokens of a prompt and its answer together (embedded engine only)."""
         return self._core.ready.max_seq_len
+
+    def preprocess(self, inputs: Any, sampling_params: Any = None, disaggregated_params: Any = None) -> Any:
+        """The slow part of `generate_async`, which takes the result as `inputs`. Thread-safe."""
+        return with_pictures(inputs)
 
     def generate_async(
         self,

@@ -12,13 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.support.cores import Answer, Core
-from tests.support.vision_models import (
-    MARKER,
-    NUM_TOKENS,
-    TOKENS,
-    picture,
-    reference_answer,
-)
+from tests.support.vision_models import MARKER, NUM_TOKENS, TOKENS, picture, reference_answer
 from trtllm_disagg.engines.embedded.api.images import PromptWithImages, place_images
 from trtllm_disagg.engines.embedded.ipc.messages import SamplingSpec
 from trtllm_disagg.engines.embedded.kv_cache import virtual_ids as kv_images
