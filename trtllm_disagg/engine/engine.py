@@ -7,6 +7,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine_errors import EngineErrors
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld, lease_seconds_of
-from trtllm_disagg.engine.image_inputs import ImageInputs
+from trtllm_disagg.engine.image_inputs import ImageInputs, in_thread
 from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, is_engine_end, translate
 from trtllm_disagg.engine.rank_placement import Affinity, num_ranks_of, placement_of
 from trtllm_disagg.engine.sampling import sampling_params_of
@@ -353,6 +354,10 @@ class Engine:
             return self._start(request, params, **options)
         assert self.images is not None  # else `decode_request` refuses the request
         async with self.images.of(request, images) as inputs:
+            if (preprocess := getattr(self.llm, "preprocess", None)) is not None:
+                # An image takes tenths of a second. The engine may write an image's positions into `params`.
+                with self._refusals():
+                    inputs = await in_thread(partial(preprocess, inputs, None, params))
             result = self._start(request, params, inputs, **options)
         images.num_added = len(result.prompt_token_ids) - len(request.token_ids)
         try:
