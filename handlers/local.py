@@ -174,9 +174,7 @@ async def unless_left(
 
 
 async def finished(engine: Engine, result: RequestOutput, guard: AbortGuard, context: RequestContext) -> None:
-    """Wait until the engine has finished a prefill. If the client leaves, `guard` aborts it, and this raises
-    RequestCancelledError.
-    """
+    """Wait for a prefill. If the client leaves, `guard` aborts it. Raises RequestCancelledError then."""
     with guard:
         await engine.finished(result, guard.failed)
     if context.is_stopped():

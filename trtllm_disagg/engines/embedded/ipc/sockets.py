@@ -295,7 +295,9 @@ class Link(Generic[T]):
 
     def flush(self, seconds: float) -> None:
         """Wait up to `seconds` until all messages are sent."""
-        if (sender := self._sender) is not None:
+        with self._lock:  # `send` is starting it
+            sender = self._sender
+        if sender is not None:
             sender.join(seconds)
 
     def receive(self, *, wait: bool) -> list[T]:
