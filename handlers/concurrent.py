@@ -10,13 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.errors import (
-    ConfigError,
-    DisaggError,
-    KvTransferError,
-    PeerUnavailableError,
-    RequestCancelledError,
-)
+from trtllm_disagg.errors import ConfigError, DisaggError, KvTransferError, PeerUnavailableError
 from trtllm_disagg.handlers.cancellation import AbortGuard
 from trtllm_disagg.handlers.chain import KV_NOT_ARRIVED, kv_lost
 from trtllm_disagg.handlers.local import finished, only_chunk
@@ -70,9 +64,7 @@ class LocalPush:
         with request.span.child("prefill") as span:
             request = request.within(span)
             result = self._engine.start_prefill(request)
-            await finished(self._engine, result, AbortGuard(self._engine, result, context))
-            if context.is_stopped():
-                raise RequestCancelledError("the client left during prefill")
+            await finished(self._engine, result, AbortGuard(self._engine, result, context), context)
             abandoned = KvTransferError("the engine abandoned the prefill")
             return only_chunk(self._engine, request, result, abandoned)
 

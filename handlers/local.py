@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -26,7 +26,7 @@ from trtllm_disagg.errors import (
     RequestCancelledError,
     StageTimeoutError,
 )
-from trtllm_disagg.handlers.cancellation import AbortGuard
+from trtllm_disagg.handlers.cancellation import AbortGuard, when_stopped
 from trtllm_disagg.handlers.drain import in_background
 from trtllm_disagg.handlers.outputs import FewTicksLater, Notify, OutputCursor, newest_states
 from trtllm_disagg.handlers.peers import Peers
@@ -72,13 +72,11 @@ class LocalPrefill:
     async def _run(self, request: GenerateRequest, context: RequestContext) -> Handoff:
         if self._first_token_is_the_answer(request):
             return await self._whole(request, context)
-        result = await self._engine.started(self._engine.start_prefill, request)
+        result = await unless_left(context, request, self._engine.started_prefill(request))
         guard = self._guard(request, context, result)
         guard.then = partial(self._release_unanswered, request, result, guard)
         try:
-            await finished(self._engine, result, guard)
-            if context.is_stopped():
-                raise RequestCancelledError("the client left during prefill")
+            await finished(self._engine, result, guard, context)
         except BaseException:
             # It finished before the cancellation arrived: its KV is held and must be released.
             if result.finished:
@@ -96,10 +94,8 @@ class LocalPrefill:
         return is_the_only_one and not request.decode_follows
 
     async def _whole(self, request: GenerateRequest, context: RequestContext) -> Handoff:
-        result = await self._engine.started(partial(self._engine.start_agg, streaming=False), request)
-        await finished(self._engine, result, self._guard(request, context, result))
-        if context.is_stopped():
-            raise RequestCancelledError("the client left during prefill")
+        result = await unless_left(context, request, self._engine.started_agg(request, streaming=False))
+        await finished(self._engine, result, self._guard(request, context, result), context)
         chunk = self._first(request, result)
         if chunk.finish_reason in _ENDS_OF_EVERY_PREFILL:
             chunk = msgspec.structs.replace(chunk, finish_reason="length")
@@ -163,10 +159,26 @@ class LocalPrefill:
             self._drain(request.only_fetching(Handoff(TokenChunk([]), passed)))
 
 
-async def finished(engine: Engine, result: RequestOutput, guard: AbortGuard) -> None:
-    """Wait until the engine has finished a request; `guard` aborts it if the client leaves."""
+async def unless_left(
+    context: RequestContext, request: GenerateRequest, started: Awaitable[RequestOutput]
+) -> RequestOutput:
+    """Await the start of a request. Raises RequestCancelledError if the client leaves while its images load."""
+    if request.images is None:
+        return await started
+    try:
+        async with asyncio.timeout(None) as loading:
+            with when_stopped(context, partial(loading.reschedule, 0.0)):
+                return await started
+    except TimeoutError:
+        raise RequestCancelledError("the client left while its images were loaded") from None
+
+
+async def finished(engine: Engine, result: RequestOutput, guard: AbortGuard, context: RequestContext) -> None:
+    """Wait for a prefill. If the client leaves, `guard` aborts it. Raises RequestCancelledError then."""
     with guard:
         await engine.finished(result, guard.failed)
+    if context.is_stopped():
+        raise RequestCancelledError("the client left during prefill")
 
 
 def only_chunk(
@@ -319,7 +331,7 @@ class LocalAgg:
         engine = self._engine
         with request.span.child("generate") as span:
             request = engine.uncached(request.within(span))
-            result = await engine.started(engine.start_agg, request)
+            result = await unless_left(context, request, engine.started_agg(request))
             cursor = OutputCursor(request.num_prompt)
             deferred = engine.needs_uncached_prompt(request)
             with engine.answering, AbortGuard(engine, result, context, deferred=deferred) as guard:

@@ -113,10 +113,7 @@ def build_generate(
 
 
 def _chaining_plan(
-    parts: StrategyParts,
-    phases: dict[str, Generate],
-    live: LiveState,
-    facts: PairFacts,
+    parts: StrategyParts, phases: dict[str, Generate], live: LiveState, facts: PairFacts
 ) -> ChainingPlan:
     """The plan with `local`, both orders with their fallback steps, and `auto`. The deployment's own order asks its
     decider first, which may keep a request on this worker.

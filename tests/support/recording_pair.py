@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from PIL import Image
 from tests.support.stage_client import RecordingStageClient
 from trtllm_disagg.config.worker_config import Role, WorkerConfig
 from trtllm_disagg.engine.engine import Engine
-from trtllm_disagg.engine.image_inputs import ImageInputs
+from trtllm_disagg.engine.image_inputs import Decode, ImageInputs
 from trtllm_disagg.engine.llm_api import load_api
 from trtllm_disagg.engines.recording.llm import LLM
 from trtllm_disagg.errors import InvalidRequestError
@@ -34,17 +34,24 @@ def recording_engine(**engine_args: Any) -> Engine:
 
 
 class Loader:
-    """Loads an image of the colour that an address names."""
+    """Loads an image of the colour that an address names; the server of `silent` never answers."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
+        self.waits, self.was_left = asyncio.Event(), asyncio.Event()
 
-    async def __call__(self, images: Images) -> Sequence[Any]:
+    async def __call__(self, images: Images) -> Decode:
         urls = [each["Url"] for each in images.references]
         self.loaded += urls
         if "missing" in urls:
             raise InvalidRequestError("image 1 cannot be loaded: 404")
-        return [Image.new("RGB", (8, 8), url) for url in urls]
+        if "silent" in urls:
+            self.waits.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.was_left.set()
+        return lambda: [Image.new("RGB", (8, 8), url) for url in urls]
 
 
 def seeing(*engines: Engine) -> Loader:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from trtllm_disagg.engine.daemon_thread import in_daemon_thread
 from trtllm_disagg.engine.engine_errors import EngineErrors
 from trtllm_disagg.engine.engine_facts import EngineFacts
 from trtllm_disagg.engine.handoffs_held import HandoffsHeld, lease_seconds_of
-from trtllm_disagg.engine.image_inputs import ImageInputs
+from trtllm_disagg.engine.image_inputs import ImageInputs, in_thread
 from trtllm_disagg.engine.llm_api import LlmApi, RequestOutput, is_engine_end, translate
 from trtllm_disagg.engine.rank_placement import Affinity, num_ranks_of, placement_of
 from trtllm_disagg.engine.sampling import sampling_params_of
@@ -145,44 +146,22 @@ class Engine:
         return length or _MAX_STRETCHED * max(self.max_seq_len or 0, _LONG_CONTEXT)
 
     def start_agg(
-        self,
-        request: GenerateRequest,
-        inputs: Any = None,
-        *,
-        streaming: bool = True,
-        max_tokens: int | None = None,
+        self, request: GenerateRequest, *, streaming: bool = True, max_tokens: int | None = None
     ) -> RequestOutput:
-        """Start both phases. `inputs`: from `started`. `max_tokens` replaces the request's."""
-        return self._start(request, None, inputs, streaming=streaming, max_tokens=max_tokens)
+        """Start both phases of a request without images. `max_tokens` replaces the request's."""
+        return self._start(request, None, streaming=streaming, max_tokens=max_tokens)
 
-    def start_prefill(self, request: GenerateRequest, inputs: Any = None) -> RequestOutput:
-        """Start a prefill: the first token, and KV under a lease until fetched or released."""
-        rendezvous = request.rendezvous
-        params = self.api.disaggregated_params(
-            request_type=_CONTEXT_ONLY,
-            disagg_request_id=self._make_id() if rendezvous is None else rendezvous.disagg_request_id,
-            **({} if rendezvous is None else {"schedule_style": _GENERATION_FIRST}),
-        )
-        return self._start(request, params, inputs, streaming=False, max_tokens=1)
+    def start_prefill(self, request: GenerateRequest) -> RequestOutput:
+        """Start a prefill without images: the first token, and KV under a lease until fetched or released."""
+        return self._start(request, self._context_only(request), streaming=False, max_tokens=1)
 
-    async def started(
-        self, start: Callable[[GenerateRequest, Any], RequestOutput], request: GenerateRequest
-    ) -> RequestOutput:
-        """`start` a request after its images are loaded, and count the tokens that they add to its prompt. Raises
-        InvalidRequestError for an image that cannot be loaded.
-        """
-        if (images := request.images) is None:
-            return start(request, None)
-        assert self.images is not None  # else `decode_request` refuses the request
-        async with self.images.of(request, images) as inputs:
-            result = start(request, inputs)
-        images.num_added = len(result.prompt_token_ids) - len(request.token_ids)
-        try:
-            require_appended(request, result.prompt_token_ids)
-        except EngineError:
-            self.abort(result)
-            raise
-        return result
+    async def started_agg(self, request: GenerateRequest, *, streaming: bool = True) -> RequestOutput:
+        """`start_agg`, after the request's images are loaded. Raises InvalidRequestError if one cannot be loaded."""
+        return await self._started(request, None, streaming=streaming)
+
+    async def started_prefill(self, request: GenerateRequest) -> RequestOutput:
+        """`start_prefill`, as `started_agg`."""
+        return await self._started(request, self._context_only(request), streaming=False, max_tokens=1)
 
     def rendezvous(self, ctx_info_endpoint: str, ctx_dp_rank: int | None = None) -> Rendezvous:
         """A new id and the prefill engine's endpoint, which connect the two phases of a request."""
@@ -212,11 +191,11 @@ class Engine:
                 ctx_dp_rank=met.ctx_dp_rank,
                 schedule_style=_GENERATION_FIRST,
             )
-            return self._start(request, params, None, streaming=True)
+            return self._start(request, params, streaming=True)
         if (handoff := request.prefill_result) is None:
             raise InvalidRequestError("a decode worker needs a prefill result, and this request has none")
         params = decode_disaggregated_params(handoff, self.api.disaggregated_params, self.api.logprob)
-        return self._start(request, params, None, streaming=True)
+        return self._start(request, params, streaming=True)
 
     def require_choices(self, request: GenerateRequest) -> None:
         """Raises InvalidRequestError for choices that this engine would refuse in one request."""
@@ -361,18 +340,43 @@ class Engine:
 
     # -- internals
 
+    def _context_only(self, request: GenerateRequest) -> Any:
+        rendezvous = request.rendezvous
+        return self.api.disaggregated_params(
+            request_type=_CONTEXT_ONLY,
+            disagg_request_id=self._make_id() if rendezvous is None else rendezvous.disagg_request_id,
+            **({} if rendezvous is None else {"schedule_style": _GENERATION_FIRST}),
+        )
+
+    async def _started(self, request: GenerateRequest, params: Any, **options: Any) -> RequestOutput:
+        """Also counts the tokens that images add to the prompt."""
+        if (images := request.images) is None:
+            return self._start(request, params, **options)
+        assert self.images is not None  # else `decode_request` refuses the request
+        async with self.images.of(request, images) as inputs:
+            if (preprocess := getattr(self.llm, "preprocess", None)) is not None:
+                # An image takes tenths of a second. The engine may write an image's positions into `params`.
+                with self._refusals():
+                    inputs = await in_thread(partial(preprocess, inputs, None, params))
+            result = self._start(request, params, inputs, **options)
+        images.num_added = len(result.prompt_token_ids) - len(request.token_ids)
+        try:
+            require_appended(request, result.prompt_token_ids)
+        except EngineError:
+            self.abort(result)
+            raise
+        return result
+
     def _start(
         self,
         request: GenerateRequest,
         params: Any,
-        inputs: Any,
+        inputs: Any = None,
         *,
         streaming: bool,
         max_tokens: int | None = None,
     ) -> RequestOutput:
-        """`inputs`: None: the request's tokens. Raises InvalidRequestError if the engine refuses the request,
-        WorkerLeavingError if the engine has ended.
-        """
+        """`inputs`: None: the request's tokens."""
         if self.death is not None:
             raise WorkerLeavingError(f"the engine is dead: {self.death}")
         if request.num_choices > 1:
@@ -387,17 +391,18 @@ class Engine:
             "priority": request.priority if self._takes_priorities else None,
             "trace_headers": request.span.headers(request.trace_headers),
         }
-        keywords = {name: value for name, value in optional.items() if value is not None} | self._place(
-            request
-        )
-        try:
+        given = {name: value for name, value in optional.items() if value is not None} | self._place(request)
+        with self._refusals():
             result: RequestOutput = self.llm.generate_async(
-                inputs=request.token_ids if inputs is None else inputs,
-                sampling_params=sampling,
-                streaming=streaming,
-                **keywords,
+                inputs=inputs or request.token_ids, sampling_params=sampling, streaming=streaming, **given
             )
             return result
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        """Raises InvalidRequestError if the engine refuses the request, WorkerLeavingError if the engine has ended."""
+        try:
+            yield
         except (self.request_error, ValueError, TypeError, NotImplementedError) as error:
             self._note_end(error)
             # The engine has not accepted the request: unless the engine has ended, the request is wrong.

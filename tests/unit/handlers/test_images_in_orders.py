@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,10 +20,12 @@ from tests.support.handling import (
 from tests.support.recording_pair import MAX_SEQ_LEN, Loader, Pair, make_pair, recording_engine, seeing
 from tests.support.stage_client import FakeContext, Raw
 from tests.unit.handlers.test_migrated import migrated
+from trtllm_disagg.config.worker_config import Role
+from trtllm_disagg.engine import image_inputs
 from trtllm_disagg.engines.recording.hard_edges import HardEdges
 from trtllm_disagg.engines.recording.image_prompts import IMAGE_TOKEN
 from trtllm_disagg.engines.recording.llm import LLM, Script
-from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError
+from trtllm_disagg.errors import EngineError, InvalidRequestError, PeerUnavailableError, RequestCancelledError
 from trtllm_disagg.handlers.delivered import Appended
 from trtllm_disagg.handlers.drain import num_in_background
 from trtllm_disagg.handlers.local import LocalAgg
@@ -116,6 +120,26 @@ async def test_what_cannot_be_answered_is_refused_by_name_and_the_workers_go_on(
     assert await collect(pair.generate, about("red", "blue"))
     await pair.idle()
     assert len(LLM.kv_store) == 0
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "agg"])
+async def test_a_client_that_leaves_while_its_images_load_ends_the_load(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image_inputs, "_MAX_FETCHING", 1)
+    pair, loader = pair_of("decode_first" if strategy == "agg" else strategy)
+    generate = LocalAgg(pair.engines[Role.DECODE]) if strategy == "agg" else pair.generate
+    context = FakeContext()
+    answer = asyncio.create_task(collect(generate, about("silent", "blue"), context))
+    await loader.waits.wait()
+    context.stop()
+    async with asyncio.timeout(10):
+        await loader.was_left.wait()
+        with suppress(RequestCancelledError):
+            assert await answer == []
+        assert await collect(generate, about("red", "blue"))
+        await pair.idle()
+    await until(lambda: len(LLM.kv_store) == 0)
 
 
 @pytest.mark.parametrize("order", ORDERS)

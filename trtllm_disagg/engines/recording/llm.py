@@ -42,14 +42,7 @@ from trtllm_disagg.engines.recording.image_prompts import (
     SharedTensorContainer,
     images_of,
 )
-from trtllm_disagg.engines.recording.result import (
-    AS_IT_IS,
-    EOS_TOKEN,
-    Pace,
-    RequestOutput,
-    Script,
-    Serving,
-)
+from trtllm_disagg.engines.recording.result import AS_IT_IS, EOS_TOKEN, Pace, RequestOutput, Script, Serving
 from trtllm_disagg.engines.recording.state import KvHolder, KvStore, News, block, drained
 
 #: TensorRT-LLM's other names are the embedded engine's.
@@ -80,6 +73,10 @@ _NOT_TENSORRT_LLMS = "embedded"
 _NUM_BLOCKS, _MAX_WINDOW = 1024, 1 << 20
 #: Maximum recorded calls and results, since a worker may run for days.
 _KEPT = 256
+
+
+#: Text, token ids and images of a prompt.
+PreprocessedInputs = tuple[str | None, list[int], Images]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +261,11 @@ class LLM(Serving):
 
     # -- TensorRT-LLM's
 
+    @_takes(EmbeddedLLM.preprocess)
+    def preprocess(self, given: dict[str, Any]) -> PreprocessedInputs:
+        """Writes the positions of images into the parameters, which must be those of `generate_async`."""
+        return self._preprocess(given)
+
     @_takes(EmbeddedLLM.generate_async)
     def generate_async(self, given: dict[str, Any]) -> RequestOutput:
         if (
@@ -275,14 +277,10 @@ class LLM(Serving):
             raise self.fatal_error
         if self.is_shut_down or self.fatal_error is not None:
             raise RuntimeError("LLM is shutting down")
-        prompt, token_ids = _read_inputs(given["inputs"])
         sampling = given.get("sampling_params") or SamplingParams()
         params = given.get("disaggregated_params")
-        if images := images_of(given["inputs"]):
-            token_ids = self._expand(token_ids, images, params)
-            if self.is_engine:
-                given["inputs"] = token_ids  # `calls` keeps no images
-        elif _is_decode(params) and not self.edges.reuses_other_images_in_decode:
+        prompt, token_ids, images = self._preprocess(given)
+        if not images and _is_decode(params) and not self.edges.reuses_other_images_in_decode:
             images = [Image(digest) for digest in getattr(params, "multimodal_hashes", None) or ()]
         self._check_request(token_ids, sampling, params, given.get("priority", DEFAULT_REQUEST_PRIORITY))
         if self.edges.changes_sampling_params and not self.is_engine:
@@ -374,6 +372,17 @@ class LLM(Serving):
         if self.edges.blocks_for_news:
             block(made, given.get("timeout", 2))
         return drained(made)
+
+    def _preprocess(self, given: dict[str, Any]) -> PreprocessedInputs:
+        inputs, params = given["inputs"], given.get("disaggregated_params")
+        if isinstance(inputs, tuple):
+            return inputs
+        prompt, token_ids = _read_inputs(inputs)
+        if images := images_of(inputs):
+            token_ids = self._expand(token_ids, images, params)
+            if self.is_engine:
+                given["inputs"] = token_ids  # `calls` keeps no images
+        return prompt, token_ids, images
 
     def _expand(self, prompt: list[int], images: Images, params: DisaggregatedParams | None) -> list[int]:
         """The prompt with image tokens. Raises ValueError for images that have no place in the request."""

@@ -16,10 +16,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtllm_disagg.engines.embedded.api import request as checks
-from trtllm_disagg.engines.embedded.api.images import MAX_PIXEL_BYTES, InputProcessor, place_images
+from trtllm_disagg.engines.embedded.api.images import (
+    MAX_PIXEL_BYTES,
+    InputProcessor,
+    place_images,
+    with_pictures,
+)
 from trtllm_disagg.engines.embedded.api.result import Feed, RequestOutput, RunningRequests, decoder
 from trtllm_disagg.engines.embedded.core.core_client import CoreClient
 from trtllm_disagg.engines.embedded.ipc.messages import AbortRequest, AddRequest, StepReport, TokenOutput
+from trtllm_disagg.engines.embedded.ipc.sockets import MAX_BACKLOG_BYTES
 from trtllm_disagg.engines.embedded.params.llm_args import (
     LlmArgs,
     as_plain,
@@ -40,6 +46,7 @@ from trtllm_disagg.wire.kv_handle import VERSION as HANDLE_VERSION
 log = logging.getLogger(__name__)
 
 DEFAULT_REQUEST_PRIORITY = 0.5
+_FLUSH_SECONDS = 10.0
 
 
 def _one_by_one(arguments: dict[str, Any], count: int) -> Iterator[dict[str, Any]]:
@@ -106,6 +113,11 @@ class LLM:
     def max_seq_len(self) -> int:
         """Maximum tokens of a prompt and its answer together (embedded engine only)."""
         return self._core.ready.max_seq_len
+
+    def preprocess(self, inputs: Any, sampling_params: Any = None, disaggregated_params: Any = None) -> Any:
+        """The slow part of `generate_async`, which takes the result as `inputs`. Thread-safe."""
+        self._core.flush(_FLUSH_SECONDS)  # or a burst of images would be refused
+        return with_pictures(inputs)
 
     def generate_async(
         self,
@@ -194,7 +206,7 @@ class LLM:
             multimodal_hashes=placed.hashes,
         )
         self._running.add(result)
-        if request.pixels and self._core.unsent_bytes > MAX_PIXEL_BYTES:
+        if request.pixels and self._core.unsent_bytes > MAX_BACKLOG_BYTES - MAX_PIXEL_BYTES:
             self._refuse_images(request)
         else:
             self._core.send(request)

@@ -54,9 +54,7 @@ def prompt_of(inputs: Any, tokenize: Tokenize) -> tuple[str | None, list[int]]:
     if isinstance(inputs, dict):
         known = {"prompt", "prompt_token_ids", *images.INPUTS}
         if others := [key for key in inputs.keys() - known if inputs[key] is not None]:
-            raise NotImplementedError(
-                f"inputs with {', '.join(others)} are not served by the embedded engine"
-            )
+            raise NotImplementedError(f"the embedded engine serves no inputs with {', '.join(others)}")
         text, token_ids = inputs.get("prompt"), inputs.get("prompt_token_ids")
         inputs = text if token_ids is None else token_ids
     if isinstance(inputs, str):

@@ -86,6 +86,10 @@ class CoreClient:
         """Bytes of commands that the core has not received yet."""
         return self._link.unsent_bytes
 
+    def flush(self, seconds: float) -> None:
+        """Wait up to `seconds` until all commands are sent."""
+        self._link.flush(seconds)
+
     def close(self) -> None:
         """Ask the core to end; kill it if it does not."""
         if self._closing:

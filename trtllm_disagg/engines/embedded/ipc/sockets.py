@@ -257,7 +257,7 @@ class Link(Generic[T]):
         self._received = bytearray()
         self._lock = threading.Lock()
         #: Frames that the socket had no room for, for `_sender`.
-        self._backlog: deque[bytes] = deque()
+        self._backlog: deque[memoryview] = deque()
         self._backlog_bytes = 0
         self._sender: threading.Thread | None = None
 
@@ -271,7 +271,10 @@ class Link(Generic[T]):
 
     def send(self, message: Any) -> None:
         """Never waits. Drops the message if the peer is gone; closes the connection at MAX_BACKLOG_BYTES unread."""
-        frame = framed(_encoder.encode(message))
+        content = bytearray(LENGTH.size)
+        _encoder.encode_into(message, content, LENGTH.size)
+        LENGTH.pack_into(content, 0, len(content) - LENGTH.size)
+        frame = memoryview(content)  # an image is copied once
         with self._lock, contextlib.suppress(OSError):
             if not self._backlog:
                 frame = frame[self._send_now(frame) :]
@@ -292,7 +295,9 @@ class Link(Generic[T]):
 
     def flush(self, seconds: float) -> None:
         """Wait up to `seconds` until all messages are sent."""
-        if (sender := self._sender) is not None:
+        with self._lock:  # `send` is starting it
+            sender = self._sender
+        if sender is not None:
             sender.join(seconds)
 
     def receive(self, *, wait: bool) -> list[T]:
@@ -339,7 +344,7 @@ class Link(Generic[T]):
                 start = after
         del self._received[:start]
 
-    def _send_now(self, frame: bytes) -> int:
+    def _send_now(self, frame: memoryview) -> int:
         """Number of bytes that the socket accepted without waiting."""
         try:
             return self._connection.send(frame, socket.MSG_DONTWAIT)

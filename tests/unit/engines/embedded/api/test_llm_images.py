@@ -115,9 +115,9 @@ def broken_image() -> Image.Image:
         (inputs(picture(1)), "the prompt has 2 image tokens .id 257., and the request 1 images"),
         (inputs(picture(1), prompt=[5]), "0 image tokens .* 1 images"),
         (ONE, "1 image tokens .* 0 images"),
-        (inputs("x.png", prompt=ONE), "image 0 is a str; expected a PIL.Image.Image"),
+        (inputs("x.png", prompt=ONE), "image 1 is a str; expected a PIL.Image.Image"),
         (inputs(picture(1, 1, 300), prompt=ONE), "1 x 300 pixels; one side may be at most 200 times"),
-        (inputs(broken_image(), prompt=ONE), "image 0 cannot be read"),
+        (inputs(broken_image(), prompt=ONE), "image 1 cannot be read"),
         (inputs(picture(1), prompt=ONE, multi_modal_uuids={"image": ["a", "b"]}), "2 names for 1 images"),
         (inputs(picture(1), prompt=ONE, multi_modal_uuids={"image": [7]}), "expected ASCII strings"),
         (inputs(picture(1), prompt=ONE, multi_modal_uuids=["a"]), "must be dicts, such as"),
@@ -148,7 +148,7 @@ def test_prompt_logprobs_and_generation_first_are_refused_with_images(prefill: L
 def test_more_pixels_than_the_engine_takes_are_refused(prefill: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "MAX_PIXEL_BYTES", 5000)
     with pytest.raises(
-        ValueError, match="image 1 has 40 x 36 pixels; a request's images may have 1666 in all"
+        ValueError, match="image 2 has 40 x 36 pixels; a request's images may have 1666 in all"
     ):
         prefill.generate_async(inputs(picture(1), picture(2)), PARAMS)
 
