@@ -13,19 +13,22 @@ from typing import Any
 from openai import OpenAI
 
 
-def ask(url: str, order: str, prompt: str, max_tokens: int = 40) -> tuple[str, str]:
+def ask(url: str, order: str, question: str, max_tokens: int = 40) -> tuple[str, str]:
     """Returns the answer and the order that ran."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     model = next(iter(client.models.list())).id
     nvext = {"annotations": [f"disagg:{order}"], "extra_fields": ["engine_data"]}
-    answer: dict[str, Any] = client.completions.create(
-        model=model, prompt=prompt, max_tokens=max_tokens, extra_body={"nvext": nvext}
+    answer: dict[str, Any] = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": question}],
+        max_tokens=max_tokens,
+        extra_body={"nvext": nvext},
     ).to_dict()
-    return answer["choices"][0]["text"], answer["nvext"]["engine_data"]["disagg"]["strategy"]
+    return answer["choices"][0]["message"]["content"], answer["nvext"]["engine_data"]["disagg"]["strategy"]
 
 
 if __name__ == "__main__":
-    _, url, order, prompt = sys.argv
-    text, order = ask(url, order, prompt)
+    _, url, order, question = sys.argv
+    text, order = ask(url, order, question)
     print(text)
     print(f"({order})")

@@ -52,12 +52,8 @@ def test_a_deployment_of_example_workers_answers_in_its_order_and_in_the_one_tha
         told: dict[str, Any] = deployed.openai.completions.create(
             model=config.served_model_name, prompt=[5, 6, 7, 8], max_tokens=max_tokens, extra_body=asked
         ).to_dict()
-        trace = told["nvext"]["engine_data"]["disagg"]
-        return (
-            told["usage"]["completion_tokens"],
-            (trace["strategy"], trace["reason"]),
-            trace.get("fallbacks"),
-        )
+        tokens, trace = told["usage"]["completion_tokens"], told["nvext"]["engine_data"]["disagg"]
+        return tokens, (trace["strategy"], trace["reason"]), trace.get("fallbacks")
 
     with served(config) as deployed:
         tokens, (ran, _), fallbacks = answer(9)

@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.support.handling import until
+from trtllm_disagg.common import cli
 from trtllm_disagg.errors import ConfigError
 from trtllm_disagg.tools.admin import autoscale_command, controller
 from trtllm_disagg.tools.admin.autoscale_command import Numbers, _follow_planner, _within
 from trtllm_disagg.tools.admin.controller import Decision
 from trtllm_disagg.tools.admin.ratio import Goal
+from trtllm_disagg.tools.top import observers
 
 GOAL = Goal(1.0, 1.0, min_workers=1, max_workers=4)
 
@@ -76,3 +78,10 @@ async def test_a_decision_that_cannot_be_reached_does_not_keep_the_next_one_wait
 )
 def test_a_decision_is_kept_within_least_and_most(wanted: Numbers, within: Numbers) -> None:
     assert _within(wanted, GOAL) == within
+
+
+def test_a_maximum_below_one_worker_of_each_role_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autoscale_command, "send_to_up", lambda *sent: {"strategy": "auto"})
+    monkeypatch.setattr(observers, "observer_of", lambda *place: None)
+    with pytest.raises(ConfigError, match=r"--max-workers: 1 .*at least 2, --min-workers 1 of each role"):
+        cli.run(["autoscale", "--run-dir", ".", "--max-workers", "1"])

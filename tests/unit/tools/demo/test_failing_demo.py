@@ -19,9 +19,7 @@ from trtllm_disagg.tools.demo import both_orders
 from trtllm_disagg.tools.demo.both_orders import ChatAnswer, show_both_orders, stream_chat
 from trtllm_disagg.tools.up.plan import DeploymentConfig
 
-ARGUMENTS = argparse.Namespace(
-    model="m/m", image=None, question="?", max_tokens=2, engine_configs=Path("/none")
-)
+ARGUMENTS = argparse.Namespace(model="m/m", image=None, question="?", max_tokens=2, engine_configs=Path("/x"))
 
 
 @pytest.fixture(autouse=True)

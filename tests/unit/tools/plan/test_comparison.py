@@ -232,10 +232,7 @@ def test_a_script_gets_rates_and_orders_as_json(flags: list[str], capsys: pytest
         (["--workloads", "8:8", "--spread", "1"], "--spread: 1"),
         (["--workloads", "news"], "--workloads: 'news'"),
         (["--slo", "ttft"], "--slo: 'ttft'"),
-        (
-            ["--override-engine-args", '{"modelled": {"system": "abacus"}, "max_seq_len": 1}'],
-            "--workloads: 'chat'",
-        ),
+        (["--override-engine-args", '{"modelled": {"system": "x"}, "max_seq_len": 1}'], "--workloads: 'chat"),
         (["--engine-configs", "/nowhere"], "--engine-configs: '/nowhere'"),
         (["--model", "/nowhere"], "--model: '/nowhere'"),
         (["--workloads", "9000:9000"], "--workloads: '9000:9000'"),
