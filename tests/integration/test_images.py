@@ -33,9 +33,7 @@ def answer_of(served: Served, url: str) -> str:
 
 
 @every_strategy
-def test_an_image_is_named_whatever_its_format_also_after_a_photograph_of_5_mb(
-    strategy: str, deployed: Served
-) -> None:
+def test_an_image_is_named_whatever_its_format_and_after_5_mb(strategy: str, deployed: Served) -> None:
     noise = data_url(Image.frombytes("RGB", (1120, 1120), random.Random(1).randbytes(3 * 1120 * 1120)))
     assert 4.5e6 < len(noise) < 6e6
     answer_of(deployed, noise)

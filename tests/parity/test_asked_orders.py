@@ -83,13 +83,11 @@ def test_a_long_request_is_not_kept_by_auto(strategy: str, deployed: Served, ora
 def test_unknown_or_contradicting_annotations_are_refused_with_the_allowed_ones(
     strategy: str, deployed: Served
 ) -> None:
-    (worker,), question = deployed.first_stage, seen(WHAT, "red circle")
-    before = worker.num_requests()
+    question = seen(WHAT, "red circle")
     refusals = [
         ask(deployed.openai, asking(question, *words))
         for words in (("disagg:sideways",), ("disagg:local", "disagg:auto"), ("disagg:next=5",))
     ]
-    assert worker.num_requests() == before, "nothing was computed"
     assert [refusal.status for refusal in refusals if isinstance(refusal, Refusal)] == [400] * 3
     assert "expected one of disagg:auto, disagg:decode_first, disagg:local" in str(refusals[0])
     assert "contradict each other" in str(refusals[1])

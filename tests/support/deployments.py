@@ -119,10 +119,7 @@ class Worker:
 
     def num_requests(self) -> float:
         """Requests finished by its engine (Dynamo also counts notices between workers)."""
-        lines = [
-            line for line in self.page().splitlines() if line.startswith("trtllm_request_success_total{")
-        ]
-        return sum(float(line.rpartition(" ")[2]) for line in lines)
+        return _metric(self.page(), "trtllm_request_success_total", "")
 
     def labels(self, name: str, label: str) -> set[str]:
         """The values of a metric's label."""
@@ -139,11 +136,11 @@ class Worker:
         return self._http.get(self._url).raise_for_status().text
 
 
-def _metric(page: str, name: str) -> float:
+def _metric(page: str, name: str, label: str = 'dynamo_endpoint="generate"') -> float:
     return sum(
         float(line.rpartition(" ")[2])
         for line in page.splitlines()
-        if line.startswith(name + "{") and 'dynamo_endpoint="generate"' in line
+        if line.startswith(name + "{") and label in line
     )
 
 

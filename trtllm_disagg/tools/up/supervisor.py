@@ -275,7 +275,7 @@ class Supervisor:
 
     async def _is_ready(self, process: ManagedProcess) -> bool:
         if await is_ready(process.spec, self.config):
-            return await self._has_entered(process) and not await self._is_unknown(process)
+            return await self._has_entered(process)
         # A restarted frontend lists no model until a worker registers one.
         first_stage = spec_of(self.config.strategy).kv_routed_roles
         is_served = any(each.role in first_stage and each.state == "ready" for each in self.processes)
@@ -284,10 +284,13 @@ class Supervisor:
     async def _has_entered(self, process: ManagedProcess) -> bool:
         """A worker is healthy before it has registered and checked whether it may."""
         if process.role in NO_WORKERS or process.spec.system_port is None:
-            return True
+            return not await self._is_unknown(process)
         with suppress(OSError):
             answer = await described(process.spec.system_port)
-            return answer is None or answer.description.ready
+            if answer is not None and not answer.description.registered:
+                # It may run an older order, as a second stage that waits for its switch: no frontend will notice it.
+                return answer.description.ready
+            return (answer is None or answer.description.ready) and not await self._is_unknown(process)
         return False
 
     async def _is_unknown(self, process: ManagedProcess) -> bool:
