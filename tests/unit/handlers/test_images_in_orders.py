@@ -18,7 +18,7 @@ from tests.support.handling import (
     until,
 )
 from tests.support.recording_pair import MAX_SEQ_LEN, Loader, Pair, make_pair, recording_engine, seeing
-from tests.support.stage_client import Raw
+from tests.support.stage_client import FakeContext, Raw
 from tests.unit.handlers.test_migrated import migrated
 from trtllm_disagg.config.worker_config import Role
 from trtllm_disagg.engine import image_inputs
