@@ -14,43 +14,43 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trtllm_disagg"
 
 #: Lines.
-HOUSES = {"plugin": 19_045, "engines": 19_870, "tools": 11_530}
+HOUSES = {"plugin": 19_125, "engines": 19_835, "tools": 11_545}
 ROOMS = {
     "(top)": 910,
     "admin": 260,
     "common": 1_150,
     "config": 2_225,
-    "dynamo_runtime": 2_475,
-    "engine": 2_460,
+    "dynamo_runtime": 2_530,
+    "engine": 2_485,
     "engines": 5,
     "engines/demo_model": 1_105,
     "engines/embedded": 60,
-    "engines/embedded/api": 1_405,
+    "engines/embedded/api": 1_425,
     "engines/embedded/connector": 780,
-    "engines/embedded/core": 1_235,
+    "engines/embedded/core": 1_240,
     "engines/embedded/cpu_kernels": 2_630,
-    "engines/embedded/ipc": 605,
+    "engines/embedded/ipc": 610,
     "engines/embedded/kv_cache": 700,
-    "engines/embedded/kv_transfer": 2_585,
+    "engines/embedded/kv_transfer": 2_565,
     "engines/embedded/model": 2_435,
     "engines/embedded/params": 1_515,
     "engines/embedded/scheduler": 850,
-    "engines/embedded/tensor_parallel": 1_425,
-    "engines/modelled": 1_040,
-    "engines/recording": 1_520,
-    "handlers": 4_740,
+    "engines/embedded/tensor_parallel": 1_405,
+    "engines/modelled": 1_035,
+    "engines/recording": 1_505,
+    "handlers": 4_745,
     "prefill_queue": 835,
     "tools": 80,
-    "tools/admin": 1_140,
+    "tools/admin": 1_150,
     "tools/demo": 285,
     "tools/doctor": 1_580,
     "tools/plan": 1_810,
     "tools/top": 1_000,
     "tools/trace": 830,
-    "tools/up": 4_820,
+    "tools/up": 4_825,
     "tracing": 655,
     "wire": 1_055,
-    "worker": 2_295,
+    "worker": 2_290,
 }
 MAX_FILES = 278
 MAX_WRAPPERS = 0
@@ -102,7 +102,7 @@ def test_there_are_no_more_files_than_a_reader_can_keep() -> None:
 @pytest.mark.parametrize(
     ("folder", "suffixes", "max_lines"),
     [
-        ("tests", {".py"}, 60_655),
+        ("tests", {".py"}, 60_775),
         ("scripts", {".py"}, 1_945),
         ("benchmarks", {".py"}, 4_000),
         ("examples", {".py"}, 105),
