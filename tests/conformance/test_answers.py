@@ -33,7 +33,8 @@ async def answer(llm: Any) -> list[int]:
 
 
 async def test_streamed_outputs_only_grow(llm: Any, answer: list[int]) -> None:
-    result = llm.generate_async(PROMPT, sampling(**SAMPLED), streaming=True)
+    # Long, since a reader that comes late gets all that is there in one update.
+    result = llm.generate_async(PROMPT, sampling(**(SAMPLED | {"max_tokens": 400})), streaming=True)
     seen: list[list[int]] = []
     diffs: list[int] = []
     async for update in result:
@@ -42,8 +43,7 @@ async def test_streamed_outputs_only_grow(llm: Any, answer: list[int]) -> None:
         assert (output.finish_reason is not None) == update.finished
         seen.append(list(output.token_ids))
         diffs += output.token_ids_diff
-    assert seen[-1] == answer
-    assert diffs == answer
+    assert (seen[-1], diffs[: len(answer)]) == (diffs, answer)
     assert len(seen) > 1
     assert all(after[: len(before)] == before for before, after in pairwise(seen))
 

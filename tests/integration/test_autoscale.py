@@ -70,34 +70,26 @@ def test_the_workers_that_a_load_needs_are_there_and_idle_ones_leave(
     assert " is late: " in (config.run_dir / "autoscale.log").read_text()
 
 
-@pytest.fixture
-def fleet_place(tmp_path: Path) -> Iterator[DynamoDeployment]:
-    place = DynamoDeployment(tmp_path)
-    yield place
-    place.stop()
-
-
 def test_the_workers_of_a_fleet_flip_with_the_load_by_what_they_and_the_frontend_say(
-    fleet_place: DynamoDeployment,
+    place: DynamoDeployment,
 ) -> None:
-    AdminKey.create(key := fleet_place.directory / "key")
+    AdminKey.create(key := place.directory / "key")
     worker = ["trtllm_disagg", "worker", "--engine", "recording", "--model", str(demo_model()), *SLOW]
     worker += ["--served-model-name", "demo", "--admin-key-file", str(key)]
     worker += ["--disaggregation-strategy", "decode_first", "--disaggregation-mode"]
     roles = {"prefill": "prefill", "decode-0": "decode", "decode-1": "decode"}
-    fleet_place.start_frontend()
-    fleet_place.start_workers({name: [*worker, role] for name, role in roles.items()})
-    fleet_place.wait_ready({**ASKED, "ignore_eos": True})
-    url = f"http://{LOOPBACK}:{fleet_place.http_port}"
+    place.start_frontend()
+    place.start_workers({name: [*worker, role] for name, role in roles.items()})
+    place.wait_ready({**ASKED, "ignore_eos": True})
+    url = f"http://{LOOPBACK}:{place.http_port}"
     where = ("--namespace", "dynamo", *(2 * ("--frontend", url)))
     command = subprocess.Popen(
         python("-m", "trtllm_disagg", "autoscale", *where, "--key-file", str(key), *LATE),
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"DYN_FILE_KV": str(fleet_place.directory / "discovery")},
+        env=os.environ | {"DYN_FILE_KV": str(place.directory / "discovery")},
     )
-    # Without a flip the command ends, so that the assertion shows what it said.
-    deadline = threading.Timer(120, command.terminate)
+    deadline = threading.Timer(120, command.terminate)  # the assertion then shows what it said
     deadline.start()
     answers: list[int] = []
     try:
