@@ -73,6 +73,7 @@ def test_the_workers_that_a_load_needs_are_there_and_idle_ones_leave(
 def test_the_workers_of_a_fleet_flip_with_the_load_by_what_they_and_the_frontend_say(
     place: DynamoDeployment,
 ) -> None:
+    place.grace_seconds = 2.0  # in which frontends learn that a worker flips
     AdminKey.create(key := place.directory / "key")
     worker = ["trtllm_disagg", "worker", "--engine", "recording", "--model", str(demo_model()), *SLOW]
     worker += ["--served-model-name", "demo", "--admin-key-file", str(key)]
