@@ -247,7 +247,11 @@ def test_what_an_engine_cannot_show_is_not_run() -> None:
     ]
 
 
-def test_a_deployment_that_does_not_start_fails_and_the_others_are_tried() -> None:
+def test_a_deployment_that_does_not_start_fails_and_the_others_are_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu_day, "SECONDS", 1.0)
+
     @contextmanager
     def start(where: str) -> Iterator[Site]:
         if where == PAIR:
